@@ -1,0 +1,49 @@
+"""The interface that both backends, common/gpu.py and common/cpu.py, offer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from common.launch import LaunchDescriptor
+from common.step import Specialization, Step
+
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class Backend(Protocol):
+    """Runs steps on torch tensors of one kind of device."""
+
+    name: str  # "gpu" or "cpu"
+    device: torch.device  # where its tensors live
+
+    def refusal(self, step: Step, spec: Specialization) -> str | None:
+        """Why this backend cannot run the step (limits, architecture, shared memory), or None."""
+
+    def build(self, step: Step, spec: Specialization) -> Path:
+        """Compiles, or finds in the cache. May be called from several threads."""
+
+    def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
+        """The launch descriptor in the compiled module."""
+
+    def forward(
+        self,
+        step: Step,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+    ) -> None:
+        """Launches the step into o and lse.
+
+        q [batch, heads, seq_q, head_dim], k and v [batch, kv_heads, seq_k, head_dim], o like q:
+        bf16, fp16 or fp32, last dimension contiguous; lse float32 [batch, heads, seq_q],
+        contiguous. The arguments agree with each other (common.attention and verify/ see to that).
+        Raises UsageError where the step cannot run them.
+        """

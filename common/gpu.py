@@ -1,0 +1,193 @@
+"""The GPU backend: cubins from nvcc, launched by PyCUDA in torch's context and stream."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from common.backend import DTYPE_NAMES
+from common.build import Build, Resources, build_cubin, cubin_command, nvcc, parse_resources
+from common.errors import UsageError
+from common.launch import AttentionParams, LaunchDescriptor, Sizes, check_alignment, evaluate, pack
+from common.step import Specialization, Step
+
+STATIC_SMEM_LIMIT = 48 * 1024  # a kernel that wants more must say so before its launch
+
+
+def available() -> bool:
+    """Whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A loaded cubin."""
+
+    descriptor: LaunchDescriptor
+    functions: dict
+    resources: dict[str, Resources]
+
+
+class GpuBackend:
+    """Runs steps on one CUDA device, torch's current one unless told.
+
+    Raises UsageError where PyCUDA, nvcc or a CUDA device is missing.
+    """
+
+    name = "gpu"
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        if not available():
+            raise UsageError("no CUDA device: use the cpu backend")
+        try:
+            import pycuda.driver as driver
+        except ImportError as error:
+            raise UsageError(f"PyCUDA cannot be imported ({error}): pip install pycuda") from None
+        nvcc()
+        torch.cuda.init()
+        driver.init()
+        self._driver = driver
+        index = (
+            torch.cuda.current_device() if device is None or device.index is None else device.index
+        )
+        self.device = torch.device("cuda", index)
+        # torch works in the primary context, and so do we: its pointers are ours. It is pushed
+        # around each use only, because PyCUDA keeps a stack of contexts a thread.
+        self._context = driver.Device(index).retain_primary_context()
+        self._capability = torch.cuda.get_device_capability(self.device)
+        self._smem_limit = driver.Device(index).get_attribute(
+            driver.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        )
+        self._modules: dict[tuple[Step, Specialization], _Module] = {}
+        self._lock = threading.Lock()
+        self._stream = None
+
+    def refusal(self, step: Step, spec: Specialization) -> str | None:
+        reason = step.limits.refusal(spec) or step.limits.arch_refusal(self._capability)
+        if reason:
+            return reason
+        needed = max(kernel.smem_bytes for kernel in self.descriptor(step, spec).kernels)
+        if needed > self._smem_limit:
+            return (
+                f"needs {needed} bytes of shared memory a block at head_dim {spec.head_dim} in "
+                f"{spec.dtype}; this device has {self._smem_limit}"
+            )
+        return None
+
+    def arch(self, step: Step) -> str:
+        """The architecture the step is compiled for here."""
+        exact = step.limits.arch.endswith("a")
+        return step.limits.arch if exact else "sm_{}{}".format(*self._capability)
+
+    def compile_command(self, step: Step, spec: Specialization) -> list[str]:
+        return cubin_command(step, spec, self.arch(step))
+
+    def build(self, step: Step, spec: Specialization) -> Path:
+        return build_cubin(step, spec, self.arch(step)).path
+
+    def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
+        return self._module(step, spec).descriptor
+
+    def resources(self, step: Step, spec: Specialization) -> dict[str, Resources]:
+        """What each kernel takes, by kernel name."""
+        return self._module(step, spec).resources
+
+    def forward(
+        self,
+        step: Step,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+    ) -> None:
+        """Launches the step on torch's current stream; returns before it has run."""
+        spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal)
+        if reason := self.refusal(step, spec):
+            raise UsageError(f"{step.name} {reason}")
+        module = self._module(step, spec)
+        plan = evaluate(module.descriptor, Sizes.of(q, k))
+        check_alignment(step.name, plan.alignment, q=q, k=k, v=v, o=o)
+        # Freed on return, and reused by torch only for work later on the same stream.
+        workspace = [self._allocate(step, bytes_) for bytes_ in plan.workspace_bytes]
+        addresses = {
+            name: tensor.data_ptr()
+            for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse))
+        }
+        params = bytes(
+            pack(q, k, v, o, addresses, [w.data_ptr() for w in workspace], softmax_scale)
+        )
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self._context.push()
+            try:
+                # PyCUDA cannot launch on a stream that it did not make. torch's default stream is
+                # its None; any other waits for a stream of PyCUDA's, which waited for it.
+                stream = None
+                if current.cuda_stream:
+                    stream = self._stream = self._stream or self._driver.Stream()
+                    torch.cuda.ExternalStream(stream.handle).wait_stream(current)
+                for kernel in plan.kernels:
+                    module.functions[kernel.name].prepared_async_call(
+                        (kernel.blocks, 1, 1),
+                        (kernel.threads, 1, 1),
+                        stream,
+                        params,
+                        shared_size=kernel.smem_bytes,
+                    )
+                if stream is not None:
+                    current.wait_stream(torch.cuda.ExternalStream(stream.handle))
+            except self._driver.Error as error:
+                raise RuntimeError(f"{step.name} cannot be launched: {error}") from None
+            finally:
+                self._driver.Context.pop()
+
+    def _allocate(self, step: Step, bytes_: int) -> torch.Tensor:
+        try:
+            return torch.empty(bytes_, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError:
+            free = torch.cuda.mem_get_info(self.device)[0]
+            raise UsageError(
+                f"{step.name} needs a workspace of {bytes_} bytes, and {free} bytes are free: use "
+                "a shorter sequence, a smaller batch, or a step from v03 on, which needs none"
+            ) from None
+
+    def _module(self, step: Step, spec: Specialization) -> _Module:
+        if (step, spec) not in self._modules:
+            build = build_cubin(step, spec, self.arch(step))
+            with self._lock:
+                self._modules[step, spec] = self._load(build)
+        return self._modules[step, spec]
+
+    def _load(self, build: Build) -> _Module:
+        self._context.push()
+        try:
+            module = self._driver.module_from_file(str(build.path))
+            pointer, size = module.get_global("launch_descriptor")
+            descriptor = LaunchDescriptor()
+            assert size == ctypes.sizeof(descriptor), "common/launch.py and launch.h differ"
+            self._driver.memcpy_dtoh(descriptor, pointer)
+            resources = parse_resources(build.log)
+            functions = {}
+            for kernel in descriptor.kernels:
+                if not kernel.name:
+                    continue
+                name = kernel.name.decode()
+                resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
+                functions[name] = function = module.get_function(name)
+                function.prepare([f"{ctypes.sizeof(AttentionParams)}s"])
+                if STATIC_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
+                    function.set_attribute(
+                        self._driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                        kernel.smem_bytes,
+                    )
+            return _Module(descriptor, functions, resources)
+        finally:
+            self._driver.Context.pop()
