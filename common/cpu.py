@@ -1,0 +1,244 @@
+"""The SIMT backend: executes steps on the CPU to check them. common/simt/ says what it watches for.
+
+A step becomes a program of its own, so that nothing a kernel does can hurt this process. The
+program reads one request (struct Request of common/simt/run.h) from stdin and writes o and lse to
+stdout, or a report of what a kernel did wrong to stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.backend import DTYPE_NAMES
+from common.build import compile_cached, host_compiler
+from common.errors import UsageError
+from common.launch import LaunchDescriptor, Sizes, check_alignment, evaluate, pack, strides
+from common.step import ROOT, Specialization, Step
+
+SIMT_DIR = ROOT / "common" / "simt"
+
+COMMON_FLAGS = (
+    "-x",
+    "c++",
+    "-std=c++20",
+    "-pthread",
+    "-rdynamic",  # kernels are looked up by name
+    "-fno-math-errno",
+    "-fno-strict-aliasing",  # device compilers allow a tile of floats to be read as float4
+    "-ftrivial-auto-var-init=pattern",  # a variable never initialised is not the 0 of fresh memory
+    "-Wno-unknown-pragmas",
+)
+CHECKED_FLAGS = ("-O2",)
+SANITIZED_FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+FAULT_EXIT_CODE = 65  # of common/simt/report.h
+POISON = -1  # all bits set, as in common/simt/memory.h: NaN in every dtype
+MAX_WORKERS = 16  # each has a stack for every thread of a block
+MIN_TIME_LIMIT_S = 60
+MULTIPLY_ADDS_PER_S = 1e6  # far below what the slowest step does, sanitized, on one core
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+class SimtError(RuntimeError):
+    """A kernel did what no kernel may do; the message is the runtime's or a sanitizer's report."""
+
+
+class _BufferRequest(ctypes.Structure):
+    _fields_ = [
+        ("bytes", ctypes.c_int64),
+        ("alignment", ctypes.c_int32),
+        ("misalignment", ctypes.c_int32),
+    ]
+
+
+class _KernelRequest(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char * 48),
+        ("blocks", ctypes.c_int64),
+        ("threads", ctypes.c_int32),
+        ("smem_bytes", ctypes.c_int32),
+    ]
+
+
+class _Request(ctypes.Structure):
+    _fields_ = [
+        ("seed", ctypes.c_uint64),
+        ("workers", ctypes.c_int32),
+        ("time_limit_s", ctypes.c_int32),
+        ("buffers", _BufferRequest * 7),
+        ("kernels", _KernelRequest * 3),
+    ]
+
+
+class CpuBackend:
+    """Runs steps on CPU tensors. Implements common.backend.Backend.
+
+    The seed orders blocks and threads, and its parity chooses which end of each buffer touches a
+    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer.
+    """
+
+    name = "cpu"
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int = 0, sanitize: bool = False) -> None:
+        self.seed = seed
+        self.sanitize = sanitize
+
+    def refusal(self, step: Step, spec: Specialization) -> str | None:
+        return step.limits.refusal(spec)
+
+    def build(self, step: Step, spec: Specialization) -> Path:
+        command = [
+            host_compiler(),
+            *COMMON_FLAGS,
+            *(SANITIZED_FLAGS if self.sanitize else CHECKED_FLAGS),
+            f"-I{SIMT_DIR}",
+            f"-DHEAD_DIM={spec.head_dim}",
+            f"-DELEMENT={spec.dtype}",
+            f"-DCAUSAL={int(spec.causal)}",
+        ]
+        name = f"{step.path.stem}_{spec}_simt{'_sanitize' if self.sanitize else ''}"
+        return compile_cached(command, step.path, [SIMT_DIR], name).path
+
+    def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
+        return _read_descriptor(self.build(step, spec))
+
+    def forward(
+        self,
+        step: Step,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+    ) -> None:
+        """Launches the step into o and lse and waits. Also raises SimtError."""
+        spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal)
+        step.require(spec)
+        program = self.build(step, spec)
+        plan = evaluate(_read_descriptor(program), Sizes.of(q, k))
+        check_alignment(step.name, plan.alignment, q=q, k=k, v=v, o=o)
+        _check_memory(step, sum(plan.workspace_bytes))
+
+        inputs = [_poisoned_span(t) for t in (q, k, v)]
+        for span, t in zip(inputs, (q, k, v), strict=True):
+            _elements(span, t)[...] = t.detach().view(_INTEGERS[t.element_size()]).numpy()
+        o_span = _poisoned_span(o)
+        buffers = [
+            _BufferRequest(span.nbytes, 16, t.data_ptr() % 16)
+            for span, t in zip((*inputs, o_span, lse), (q, k, v, o, lse), strict=True)
+        ]
+        buffers += [_BufferRequest(bytes_, 256, 0) for bytes_ in plan.workspace_bytes]
+        kernels = [
+            (kernel.name.encode(), kernel.blocks, kernel.threads, kernel.smem_bytes)
+            for kernel in plan.kernels
+        ]
+        request = _Request(
+            seed=self.seed,
+            workers=_num_cores(),
+            time_limit_s=_time_limit_s(q, k),
+            buffers=(_BufferRequest * 7)(*buffers),
+            kernels=(_KernelRequest * 3)(*kernels),
+        )
+        no_addresses = dict.fromkeys(("q", "k", "v", "o", "lse"), 0)  # the program fills them in
+        params = pack(q, k, v, o, no_addresses, [0, 0], softmax_scale)
+        answer = _run(step, spec, program, b"".join([request, params, *inputs]))
+
+        o_span[:] = np.frombuffer(answer, o_span.dtype, o_span.size)
+        elements = _elements(o_span, o)
+        o.copy_(torch.from_numpy(elements.copy()).view(o.dtype))
+        lse_answer = np.frombuffer(answer, np.float32, offset=o_span.nbytes)
+        lse.copy_(torch.from_numpy(lse_answer.reshape(lse.shape).copy()))
+        elements[...] = POISON
+        if (written := np.flatnonzero(o_span != POISON)).size:
+            raise SimtError(
+                f"{step.name} ({spec}): write outside the output view: {written.size} elements "
+                f"between o's rows have changed, the first {written[0]} elements after o's start"
+            )
+
+
+@cache
+def _read_descriptor(program: Path) -> LaunchDescriptor:
+    """What `program describe` writes."""
+    run = subprocess.run([program, "describe"], capture_output=True, check=True)
+    return LaunchDescriptor.from_buffer_copy(run.stdout)
+
+
+def _run(step: Step, spec: Specialization, program: Path, request: bytes) -> bytes:
+    """The answer to a request. Raises SimtError with the report where there is one instead."""
+    run = subprocess.run([program, "run"], input=request, capture_output=True)
+    messages = run.stderr.decode(errors="replace").strip()
+    if run.returncode == 0:
+        if messages:  # what a kernel printed
+            print(messages, file=sys.stderr)
+        return run.stdout
+    if run.returncode < 0:
+        messages = f"the program was ended by {signal.Signals(-run.returncode).name}\n{messages}"
+    elif run.returncode != FAULT_EXIT_CODE:
+        messages = _shorten_sanitizer_report(messages)
+    raise SimtError(f"{step.name} ({spec}): {messages}")
+
+
+def _shorten_sanitizer_report(messages: str) -> str:
+    """Where in the grid, then the report's first paragraph: no shadow bytes, no legend."""
+    lines = [line for line in messages.splitlines() if not re.fullmatch("=+", line)]
+    places = [line for line in lines if line.startswith("sanitizer error in kernel")]
+    report = itertools.takewhile(str.strip, (line for line in lines if line not in places))
+    return "\n".join([*places[:1], *report])
+
+
+def _poisoned_span(t: torch.Tensor) -> np.ndarray:
+    """Poison in place of all storage from t's first to its last element, as integers."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, (*strides(t), 1), strict=True))
+    return np.full(size, POISON, f"i{t.element_size()}")
+
+
+def _elements(span: np.ndarray, t: torch.Tensor) -> np.ndarray:
+    """The elements of t within its span, in t's shape; writing to them writes to the span."""
+    byte_strides = [stride * span.itemsize for stride in (*strides(t), 1)]
+    return np.lib.stride_tricks.as_strided(span, t.shape, byte_strides)
+
+
+def _num_cores() -> int:
+    """The cores that this process may use, as far as the runtime has stacks for them."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+    return min(os.cpu_count() or 1, MAX_WORKERS)
+
+
+def _time_limit_s(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Seconds after which a kernel must be in an endless loop."""
+    return int(MIN_TIME_LIMIT_S + 2 * q.numel() * k.shape[2] / MULTIPLY_ADDS_PER_S)
+
+
+def _check_memory(step: Step, workspace_bytes: int) -> None:
+    """Raises UsageError where the workspaces do not fit into memory."""
+    available = _available_bytes()
+    if workspace_bytes > available:
+        raise UsageError(
+            f"{step.name} needs {workspace_bytes} bytes of workspace, {available} are free: use "
+            f"shorter sequences, or a step that does not store the scores (v03 on)"
+        )
+
+
+def _available_bytes() -> int:
+    """Memory for a new process: the kernel's estimate on Linux, all that there is elsewhere."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        return int(re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

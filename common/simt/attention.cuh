@@ -1,0 +1,28 @@
+// What every step includes, for the host compiler: the twin of common/device/attention.cuh, and the
+// runtime that executes kernels on a CPU to check them. It is a checker, not a timer, and hostile
+// on purpose: the order of blocks and threads is drawn from a seed, memory starts as NaN and ends
+// at guard pages, and threads that wait for each other in vain are an error with a report.
+//
+//     cuda.h        keywords, vector types, maths    element.h    bf16 and fp16
+//     warp.h        shuffles and votes               block.h      __syncthreads, shared memory
+//     vector.h      16-byte accesses                 run.h        main(), the launches
+//     collective.h  what threads do together         scheduler.h  blocks, threads, who runs next
+//     thread.h      the state of a thread            stall.h      why no thread can run
+//     fiber.h       switching stacks                 memory.h     buffers between guard pages
+//     trap.h        signals become reports           report.h     how a report is written
+//     sanitizer.h   fibers and AddressSanitizer      random.h     numbers drawn from the seed
+//
+// A new instruction is a function with the name of its wrapper in common/device. If threads execute
+// it together, it is a call of collective(). If a thread waits in it for something else, it calls
+// Worker::start_waiting() and yield(), and whatever it waits for calls make_runnable().
+#pragma once
+#include "block.h"
+#include "cuda.h"
+#include "element.h"
+#include "warp.h"
+
+using Element = ELEMENT;  // -DELEMENT=bf16, fp16 or fp32
+
+#include "../launch.h"
+#include "run.h"
+#include "vector.h"

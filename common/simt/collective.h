@@ -1,0 +1,65 @@
+// The one mechanism behind barriers, shuffles and votes: the threads of a group meet, the last one
+// to arrive does the work for all with what each has brought, and all go on. Any instruction that a
+// warp, a warpgroup or a block executes together is a call of collective() with a payload of its
+// own.
+#pragma once
+#include <bit>
+
+#include "scheduler.h"
+
+namespace simt {
+
+// What the threads of a group brought, by their number within the group.
+template <typename Payload>
+class Payloads {
+  public:
+    explicit Payloads(int first_thread) : first_thread(first_thread) {}
+    Payload& operator[](int i) const {
+        return *static_cast<Payload*>(Worker::current()->thread(first_thread + i).payload);
+    }
+
+  private:
+    int first_thread;
+};
+
+// Whether the running thread is the last one to arrive. Threads that arrive at different
+// collectives while each expects the other never complete either; the scheduler reports them when
+// no thread can go on.
+inline bool arrive_last(Group& group, const Operation& operation) {
+    for (Rendezvous& rendezvous : group.open) {
+        if (rendezvous.operation != operation) continue;
+        if (++rendezvous.arrived < rendezvous.expected) return false;
+        rendezvous = group.open.back();
+        group.open.pop_back();
+        return true;
+    }
+    const int expected = operation.mask ? std::popcount(operation.mask) : group.num_threads;
+    if (expected == 1) return true;
+    group.open.push_back({operation, expected, 1});
+    return false;
+}
+
+// complete(Payloads<Payload>) runs once, when all of the group's threads (or the lanes that
+// operation.mask names) are here.
+template <typename Payload, typename Complete>
+void collective(Group& group, const Operation& operation, Payload& payload, Complete complete) {
+    Worker& worker = *Worker::current();
+    worker.start_waiting(operation, &payload);
+    if (arrive_last(group, operation)) {
+        complete(Payloads<Payload>(group.first_thread));
+        for (int i = 0; i < group.num_threads; ++i) {
+            if (!operation.mask || operation.mask >> i & 1)
+                worker.make_runnable(group.first_thread + i);
+        }
+    }
+    worker.yield();
+}
+
+// Without a payload: a barrier.
+inline void collective(Group& group, const Operation& operation) {
+    struct {
+    } nothing;
+    collective(group, operation, nothing, [](auto) {});
+}
+
+}  // namespace simt

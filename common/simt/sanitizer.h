@@ -1,0 +1,39 @@
+// What AddressSanitizer must be told about fibers; nothing in a build without it.
+#pragma once
+#include <stddef.h>
+
+#if defined(__has_feature)
+#define SIMT_ADDRESS_SANITIZER __has_feature(address_sanitizer)
+#elif defined(__SANITIZE_ADDRESS__)
+#define SIMT_ADDRESS_SANITIZER 1
+#endif
+
+#if SIMT_ADDRESS_SANITIZER
+#include <sanitizer/common_interface_defs.h>
+
+// Leaks mean nothing in a program that runs once, and a second stack for each fiber costs too much.
+// Not inline, since that would be a weak symbol like the runtime's own.
+extern "C" const char* __asan_default_options() {
+    return "detect_leaks=0:detect_stack_use_after_return=0";
+}
+#endif
+
+namespace simt {
+
+// Before a switch to a fiber with that stack.
+inline void sanitizer_start_switch([[maybe_unused]] const void* stack,
+                                   [[maybe_unused]] size_t bytes) {
+#if SIMT_ADDRESS_SANITIZER
+    __sanitizer_start_switch_fiber(nullptr, stack, bytes);
+#endif
+}
+
+// After a switch: tells the stack that was left.
+inline void sanitizer_finish_switch([[maybe_unused]] const void** stack,
+                                    [[maybe_unused]] size_t* bytes) {
+#if SIMT_ADDRESS_SANITIZER
+    __sanitizer_finish_switch_fiber(nullptr, stack, bytes);
+#endif
+}
+
+}  // namespace simt

@@ -1,0 +1,51 @@
+// A thread of a block, and what it does together with others.
+#pragma once
+#include <stdint.h>
+
+#include <vector>
+
+#include "fiber.h"
+#include "report.h"
+
+namespace simt {
+
+constexpr int WARP_SIZE = 32;
+
+// What threads do together, e.g. a shuffle: which thread waits where, or else was last.
+struct Operation {
+    const char* name = nullptr;  // nullptr before a thread's first
+    Site site = {};
+    uint32_t mask = 0;  // the lanes of the warp that take part; 0 in groups larger than a warp
+
+    bool operator==(const Operation& other) const {
+        return name == other.name && mask == other.mask && site == other.site;
+    }
+    void describe(Report& report) const {
+        report.add("%s (%s:%d)", name, site.file_name(), site.line);
+        if (mask) report.add(" with mask 0x%08x", mask);
+    }
+};
+
+struct Thread {
+    enum State : uint8_t { RUNNABLE, WAITING, EXITED };
+
+    Fiber fiber;
+    State state;
+    Operation operation;
+    void* payload;  // what it brought to the collective; on its stack, so valid while it waits
+};
+
+// A collective that some, not all of its threads have reached.
+struct Rendezvous {
+    Operation operation;
+    int expected, arrived;
+};
+
+// Consecutive threads of a block that act together: a warp or the whole block.
+struct Group {
+    int first_thread, num_threads;
+    std::vector<Rendezvous> open = {};  // several where lanes diverge
+    std::vector<int> runnable = {};     // of a warp: its runnable threads, in no particular order
+};
+
+}  // namespace simt
