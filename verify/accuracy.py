@@ -1,0 +1,146 @@
+"""How far a step's result may be from the oracle's, and where it is further."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from verify.cases import Case
+from verify.reference import attention_in_dtype, attention_reference
+
+UNIT_ROUNDOFF_FP32 = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One error and what is allowed of it."""
+
+    name: str  # "o max", "o rms" or "lse max"
+    error: float
+    allowance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowance  # False for NaN
+
+    def __str__(self) -> str:
+        return f"{self.error:7.1e}{'/' if self.passed else '>'}{self.allowance:7.1e}"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The oracle's result, and how far from it a step may be: allowances of the three measures."""
+
+    o: torch.Tensor
+    lse: torch.Tensor
+    o_max: float
+    o_rms: float
+    lse_max: float
+
+
+def expect(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Expected:
+    """The oracle's result, and the allowances: twice the yardstick's error plus a floor.
+
+    The yardstick of o is torch in the input's dtype. lse is float32 whatever the inputs are, so its
+    yardstick is torch in float32, and that is what makes the check of the mask and of every
+    exponential sharp.
+
+    The floor stands for roundings that the yardstick may be spared by luck. u = 2^-24 in float32:
+    - a logit is wrong by about u * L for the sum of products and as much again for the scale and
+      the subtraction of the maximum, with L = |scale| max|q_i| max|k_j| >= the largest logit;
+    - exp and log on a GPU are wrong by about 2^-22 = 4 u each, hence 8 u;
+    - a sum of seq_k terms adds sqrt(seq_k) u, as roundings go both ways.
+    Together a relative error, delta, of each weight and so of the sum of weights: an absolute error
+    delta of lse and, as o is a mean of rows of v, delta max|v| of o. Rounding o itself adds the
+    unit roundoff of its dtype, or half of the smallest subnormal.
+    """
+    options = {"causal": case.causal, "softmax_scale": case.scale}
+    o, lse = attention_reference(q, k, v, **options)
+    o_error = difference(attention_in_dtype(q, k, v, **options)[0], o)
+    lse_error = difference(attention_in_dtype(q.float(), k.float(), v.float(), **options)[1], lse)
+
+    largest_logit = abs(case.scale) * largest_norm(q) * largest_norm(k)
+    delta = UNIT_ROUNDOFF_FP32 * (2 * largest_logit + 8 + math.sqrt(case.shape.seq_k))
+    dtype = torch.finfo(case.dtype)
+    half_subnormal = dtype.smallest_normal * dtype.eps / 2
+
+    def floor(magnitude: float) -> float:
+        return max(dtype.eps / 2 * magnitude, half_subnormal) + delta * v.abs().max().item()
+
+    return Expected(
+        o,
+        lse,
+        o_max=2 * o_error.max().item() + floor(o.abs().max().item()),
+        o_rms=2 * rms(o_error) + floor(rms(o)),
+        lse_max=2 * lse_error.max().item() + delta,
+    )
+
+
+def largest_norm(x: torch.Tensor) -> float:
+    """The largest Euclidean length of a row."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).max().item()
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """|got - expected|, float64: 0 for equal infinities, inf or NaN for other non-finite pairs."""
+    got = got.double()
+    return (got - expected).abs().masked_fill(got == expected, 0)
+
+
+def rms(x: torch.Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def compare(
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[tuple[Measure, ...], list[str]]:
+    """Measures o and lse, the result of a step, and describes what is outside the allowances."""
+    expected = expect(case, q, k, v)
+    o_error, lse_error = difference(o, expected.o), difference(lse, expected.lse)
+    o_max = Measure("o max", o_error.max().item(), expected.o_max)
+    o_rms = Measure("o rms", rms(o_error), expected.o_rms)
+    lse_max = Measure("lse max", lse_error.max().item(), expected.lse_max)
+    problems = []
+    if not (o_max.passed and o_rms.passed):
+        problems += mismatches("o", o, expected.o, o_error, o_max.allowance)
+    if not lse_max.passed:
+        problems += mismatches("lse", lse, expected.lse, lse_error, lse_max.allowance)
+    return (o_max, o_rms, lse_max), problems
+
+
+def mismatches(
+    name: str, got: torch.Tensor, expected: torch.Tensor, error: torch.Tensor, allowance: float
+) -> list[str]:
+    """Names the first five elements outside the allowance; where none is, the five worst."""
+    outside = (~(error <= allowance)).nonzero()
+    where = outside[:5]
+    text = f"{name}: {len(outside)} of {error.numel()} elements outside the allowance"
+    if not len(outside):
+        worst = error.flatten().topk(min(5, error.numel())).indices
+        where = torch.stack(torch.unravel_index(worst, error.shape), dim=-1)
+        text = f"{name}: no element alone is outside the allowance; the worst"
+    where = [tuple(index) for index in where.tolist()]
+    return [text] + [
+        f"  {name}{[*i]} is {got[i].item():.6g}, expected {expected[i].item():.6g}" for i in where
+    ]
+
+
+def repeated(name: str, first: torch.Tensor, second: torch.Tensor) -> list[str]:
+    """A problem where two runs on the same inputs differ in any bit."""
+    bits = {2: torch.int16, 4: torch.int32}[first.element_size()]
+    where = (first.view(bits) != second.view(bits)).nonzero()
+    if not len(where):
+        return []
+    index = tuple(where[0].tolist())
+    values = f"{first[index].item():.9g}, then {second[index].item():.9g}"
+    return [
+        f"{name}: {len(where)} of {first.numel()} elements differ between runs, "
+        f"first {name}{[*index]}: {values}"
+    ]

@@ -1,0 +1,289 @@
+"""The problems that every step is checked on: seeded, each chosen for a mistake it would show.
+
+A step is compiled for each (head_dim, dtype, causal), so the cases share a dozen of those; sizes
+are small because the SIMT runtime executes them thread by thread. Tiles are 16 to 128 rows: the
+lengths of the ragged cases are multiples of none.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from common.backend import DTYPE_NAMES
+from common.errors import UsageError
+from common.step import Specialization
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    kv_heads: int
+    seq_q: int
+    seq_k: int
+    head_dim: int
+
+    @property
+    def q(self) -> tuple[int, ...]:
+        return (self.batch, self.heads, self.seq_q, self.head_dim)
+
+    @property
+    def kv(self) -> tuple[int, ...]:
+        return (self.batch, self.kv_heads, self.seq_k, self.head_dim)
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        return f"{self.batch}x{heads}x{self.seq_q}x{self.seq_k}x{self.head_dim}"
+
+
+# A layout allocates a tensor [batch, heads, seq, head_dim] as a view of a larger one, filled with
+# NaN, and returns both: what is read outside the view shows as NaN, what is written there as a hole
+# in the NaN.
+Layout = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def contiguous(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
+    storage = torch.full(tuple(shape), torch.nan, **options)
+    return storage, storage
+
+
+def transposed(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stored [batch, seq, heads, head_dim]."""
+    batch, heads, seq, head_dim = shape
+    storage, _ = contiguous((batch, seq, heads, head_dim), **options)
+    return storage, storage.transpose(1, 2)
+
+
+def packed(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """The middle one of three tensors stored [batch, seq, 3, heads, head_dim]."""
+    batch, heads, seq, head_dim = shape
+    storage, _ = contiguous((batch, seq, 3, heads, head_dim), **options)
+    return storage, storage[:, :, 1].transpose(1, 2)
+
+
+def padded(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gaps after each row, each head and each batch; rows stay 16-byte aligned."""
+    batch, heads, seq, head_dim = shape
+    storage, _ = contiguous((batch, heads + 1, seq + 2, head_dim + 8), **options)
+    return storage, storage[:, :heads, :seq, :head_dim]
+
+
+def expanded(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """All heads are one: head stride 0. For k and v only."""
+    batch, heads, seq, head_dim = shape
+    storage, _ = contiguous((batch, 1, seq, head_dim), **options)
+    return storage, storage.expand(-1, heads, -1, -1)
+
+
+# An input kind returns q, k, v in float32 for a case, every value exact in bf16 and fp16 where it
+# says so.
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def normal(case: Case, rng: torch.Generator) -> Inputs:
+    return tuple(
+        torch.randn(shape, generator=rng) for shape in (case.shape.q, case.shape.kv, case.shape.kv)
+    )
+
+
+def _rank_one(case: Case, rng: torch.Generator, x: torch.Tensor, y: torch.Tensor) -> Inputs:
+    """q_i = x_i s and k_j = y_j s for one random s of +-1: logits of scale * head_dim * x_i * y_j.
+
+    x [batch, heads, seq_q] of powers of two and y [batch, kv_heads, seq_k] of integers up to 128
+    make every logit exact in bf16 and fp16 when the scale is a power of two, so that torch in the
+    input's dtype is a sharp yardstick even where neighbouring bf16 numbers are 64 apart.
+    """
+    signs = torch.randint(2, (case.shape.head_dim,), generator=rng) * 2.0 - 1
+    v = torch.randn(case.shape.kv, generator=rng)
+    return x[..., None] * signs, y[..., None] * signs, v
+
+
+def _powers_of_two(shape: Sequence[int], low: int, high: int, rng: torch.Generator) -> torch.Tensor:
+    """2^low ... 2^high."""
+    return torch.exp2(torch.randint(low, high + 1, tuple(shape), generator=rng).float())
+
+
+def _signs(shape: Sequence[int], rng: torch.Generator) -> torch.Tensor:
+    return torch.randint(2, tuple(shape), generator=rng) * 2.0 - 1
+
+
+def large_logits(case: Case, rng: torch.Generator) -> Inputs:
+    """Logits up to +-1024 sqrt(head_dim), where exp overflows, next to rows of moderate ones."""
+    x = _powers_of_two(case.shape.q[:3], -6, 3, rng) * _signs(case.shape.q[:3], rng)
+    return _rank_one(
+        case, rng, x, torch.randint(-128, 129, case.shape.kv[:3], generator=rng).float()
+    )
+
+
+def negative_logits(case: Case, rng: torch.Generator) -> Inputs:
+    """Every logit far below zero: exp underflows unless a row's own maximum is subtracted."""
+    x = -_powers_of_two(case.shape.q[:3], -1, 3, rng)
+    return _rank_one(case, rng, x, torch.randint(64, 129, case.shape.kv[:3], generator=rng).float())
+
+
+def rising_logits(case: Case, rng: torch.Generator) -> Inputs:
+    """Keys sorted so that half of the rows' logits rise from tile to tile; the others fall."""
+    x = _powers_of_two(case.shape.q[:3], -6, -2, rng) * _signs(case.shape.q[:3], rng)
+    y = torch.randint(-128, 129, case.shape.kv[:3], generator=rng).float().sort(dim=-1).values
+    return _rank_one(case, rng, x, y)
+
+
+def one_hot(case: Case, rng: torch.Generator) -> Inputs:
+    """Each query picks out one key, so that o is that key's row of v. Exact in bf16 and fp16.
+
+    Causal: the key is the last visible one or the first hidden one, where a mask off by one shows.
+    """
+    shape = case.shape
+    k = _signs(shape.kv, rng)
+    if case.causal:
+        diagonal = torch.arange(shape.seq_q) + shape.seq_k - shape.seq_q
+        target = diagonal + torch.randint(2, shape.q[:3], generator=rng)
+    else:
+        target = torch.randint(shape.seq_k, shape.q[:3], generator=rng)
+    target = target.clamp(0, shape.seq_k - 1)[..., None].expand(shape.q)
+    keys = k.repeat_interleave(shape.heads // shape.kv_heads, dim=1)
+    return 4 * keys.gather(2, target), k, torch.randn(shape.kv, generator=rng)
+
+
+def constant(case: Case, rng: torch.Generator) -> Inputs:
+    """All logits equal: softmax is uniform and o the mean of the visible rows of v."""
+    q, k, v = normal(case, rng)
+    return torch.full_like(q, 0.5), torch.full_like(k, 0.5), v
+
+
+def large_values(case: Case, rng: torch.Generator) -> Inputs:
+    q, k, v = normal(case, rng)
+    return q, k, 4096 * v
+
+
+def subnormal_values(case: Case, rng: torch.Generator) -> Inputs:
+    """v and o are subnormal in fp16, every third v is -0."""
+    q, k, v = normal(case, rng)
+    v *= 2.0**-18
+    v.view(-1)[::3] = -0.0
+    return q, k, v
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem.
+
+    softmax_scale None means head_dim^-0.5. gpu_only marks what is too large for the SIMT runtime.
+    """
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    causal: bool = False
+    inputs: Callable[[Case, torch.Generator], Inputs] = normal
+    layout: Layout = contiguous
+    softmax_scale: float | None = None
+    gpu_only: bool = False
+
+    @property
+    def specialization(self) -> Specialization:
+        return Specialization(self.shape.head_dim, DTYPE_NAMES[self.dtype], self.causal)
+
+    @property
+    def scale(self) -> float:
+        return self.shape.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def make(self, device: torch.device | str, seed: int = 0) -> Inputs:
+        """q of shape.q, k and v of shape.kv; the same numbers on every device."""
+        rng = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {seed}".encode()))
+        q, k, v = self.inputs(self, rng)
+        layout_q = contiguous if self.layout is expanded else self.layout
+        return (
+            self._place(q, layout_q, device),
+            self._place(k, self.layout, device),
+            self._place(v, self.layout, device),
+        )
+
+    def make_output(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Storage and view of an o like q, both NaN."""
+        layout = contiguous if self.layout is expanded else self.layout
+        return layout(self.shape.q, dtype=self.dtype, device=device)
+
+    def _place(self, x: torch.Tensor, layout: Layout, device: torch.device | str) -> torch.Tensor:
+        _, view = layout(x.shape, dtype=self.dtype, device=device)
+        if layout is expanded:
+            view[:, 0] = x[:, 0].to(device, self.dtype)
+        else:
+            view.copy_(x.to(device, self.dtype))
+        return view
+
+
+CASES = (
+    # Lengths: one token, one key, one query, whole tiles, ragged ones.
+    Case("tiles", Shape(1, 2, 2, 256, 256, 64), BF16),
+    Case("ragged", Shape(1, 2, 2, 197, 331, 64), BF16),
+    Case("single_token", Shape(1, 1, 1, 1, 1, 64), BF16),
+    Case("single_key", Shape(2, 2, 2, 37, 1, 64), BF16),
+    Case("single_query", Shape(2, 4, 2, 1, 777, 64), BF16),
+    Case("long", Shape(1, 1, 1, 21, 4099, 128), BF16),
+    # Causal: equal lengths, fewer queries than keys, more (the first rows see no key).
+    Case("causal", Shape(1, 2, 2, 256, 256, 64), BF16, causal=True),
+    Case("causal_ragged", Shape(2, 1, 1, 197, 197, 128), BF16, causal=True),
+    Case("causal_short_q", Shape(1, 2, 1, 135, 350, 128), FP16, causal=True),
+    Case("causal_short_k", Shape(1, 2, 2, 350, 135, 64), BF16, causal=True),
+    Case("causal_short_k_fp32", Shape(1, 1, 1, 183, 19, 64), FP32, causal=True),
+    Case("causal_one_query", Shape(1, 4, 1, 1, 330, 128), BF16, causal=True),
+    Case("causal_one_key", Shape(1, 2, 2, 40, 1, 64), FP32, causal=True),
+    # Heads and strides.
+    Case("gqa", Shape(1, 8, 2, 33, 45, 64), FP32),
+    Case("gqa_causal_padded", Shape(2, 4, 1, 141, 157, 128), BF16, causal=True, layout=padded),
+    Case("gqa_transposed", Shape(2, 6, 2, 39, 50, 64), BF16, layout=transposed),
+    Case("packed", Shape(2, 2, 2, 45, 45, 64), FP16, layout=packed),
+    Case("expanded", Shape(2, 4, 2, 35, 51, 64), BF16, layout=expanded),
+    Case("padded", Shape(2, 2, 2, 51, 70, 64), FP32, layout=padded),
+    # Numbers.
+    Case("large_logits", Shape(1, 2, 2, 140, 300, 64), BF16, inputs=large_logits),
+    Case("large_logits_fp32", Shape(1, 2, 1, 50, 90, 64), FP32, inputs=large_logits),
+    Case(
+        "large_logits_causal", Shape(1, 1, 1, 165, 290, 64), BF16, causal=True, inputs=large_logits
+    ),
+    Case("negative_logits", Shape(1, 1, 1, 140, 350, 64), FP16, inputs=negative_logits),
+    Case(
+        "negative_logits_causal",
+        Shape(1, 1, 1, 170, 170, 64),
+        FP32,
+        causal=True,
+        inputs=negative_logits,
+    ),
+    Case("rising_logits", Shape(1, 1, 1, 140, 900, 64), BF16, inputs=rising_logits),
+    Case("rising_logits_fp32", Shape(1, 2, 2, 135, 470, 64), FP32, inputs=rising_logits),
+    Case("one_hot", Shape(1, 2, 2, 175, 340, 64), BF16, inputs=one_hot),
+    Case("one_hot_causal", Shape(1, 2, 1, 290, 290, 64), BF16, causal=True, inputs=one_hot),
+    Case("constant", Shape(1, 1, 1, 35, 350, 64), FP16, inputs=constant),
+    Case("constant_causal", Shape(1, 1, 1, 175, 175, 64), FP32, causal=True, inputs=constant),
+    Case("large_values", Shape(1, 1, 1, 45, 77, 64), FP16, inputs=large_values),
+    Case("subnormal_values", Shape(1, 1, 1, 35, 41, 64), FP16, inputs=subnormal_values),
+    Case("negative_scale", Shape(1, 1, 1, 40, 100, 64), BF16, softmax_scale=-0.3),
+    Case("zero_scale", Shape(1, 1, 1, 40, 100, 64), FP32, softmax_scale=0.0),
+    # Head dimensions.
+    Case("head_dim_8", Shape(2, 2, 2, 170, 190, 8), FP32, causal=True),
+    Case("head_dim_40", Shape(1, 2, 2, 135, 175, 40), BF16),
+    Case("head_dim_136", Shape(1, 1, 1, 135, 150, 136), FP16, causal=True),
+    Case("head_dim_256", Shape(1, 1, 1, 145, 170, 256), BF16),
+    Case("head_dim_256_fp32", Shape(1, 1, 1, 145, 170, 256), FP32, causal=True),
+    # Sizes that only a GPU gets through.
+    Case("headline", Shape(4, 16, 16, 4096, 4096, 128), BF16, gpu_only=True),
+    Case("headline_causal", Shape(2, 16, 4, 4096, 4096, 128), BF16, causal=True, gpu_only=True),
+    Case("long_16k", Shape(1, 2, 1, 16384, 16381, 64), BF16, causal=True, gpu_only=True),
+    Case("many_heads", Shape(5, 40, 8, 250, 513, 64), BF16, layout=transposed, gpu_only=True),
+)
+
+
+def find_cases(names: Sequence[str]) -> tuple[Case, ...]:
+    """The cases of these names, in the order of CASES. Raises UsageError listing the cases."""
+    known = [case.name for case in CASES]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no case '{name}'; the cases are {', '.join(known)}")
+    return tuple(case for case in CASES if case.name in names)

@@ -1,0 +1,242 @@
+"""Runs steps on every case and compares them with the float64 oracle.
+
+    python verify/check.py                            all steps
+    python verify/check.py steps/v03 v04 --backend cpu --cases ragged,one_hot
+    python verify/check.py verify/mutants/v04_rescale_dropped.patch
+
+Prints one line a case; exits 1 if a step fails, 2 if it was asked for something that does not
+exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.backend import Backend
+from common.cpu import CpuBackend
+from common.errors import UsageError
+from common.gpu import GpuBackend
+from common.step import Step, all_steps, find_step
+from verify.accuracy import Measure, compare, repeated
+from verify.cases import CASES, Case, find_cases
+
+BACKENDS = ("auto", "gpu", "cpu")
+# step, case, shape (batch x heads/kv_heads x seq_q x seq_k x head_dim), dtype, error/allowance of
+# each measure, verdict
+LINE = "{:5} {:22} {:20} {:11}  {:15}  {:15}  {:15}  {}"
+HEADING = LINE.format(
+    "step", "case", "b x h/kv x q x k x d", "dtype", "o max/allowed", "o rms", "lse max", "verdict"
+)
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What came of one case. problems holds what else is wrong than a measure: lines to print."""
+
+    step: Step
+    case: Case
+    measures: tuple[Measure, ...] = ()
+    problems: tuple[str, ...] = ()
+    skipped: str | None = None  # why it was not run
+
+    @property
+    def passed(self) -> bool:
+        return (
+            not self.skipped
+            and not self.problems
+            and all(measure.passed for measure in self.measures)
+        )
+
+    @property
+    def verdict(self) -> str:
+        if self.skipped:
+            return f"skipped: {self.skipped}"
+        return "pass" if self.passed else "FAIL"
+
+    def __str__(self) -> str:
+        dtype = self.case.specialization.dtype + (" causal" if self.case.causal else "")
+        measures = [str(measure) for measure in self.measures] or [""] * 3
+        first = LINE.format(
+            self.step.name, self.case.name, str(self.case.shape), dtype, *measures, self.verdict
+        )
+        rest = ["    " + line for problem in self.problems for line in problem.splitlines()]
+        return "\n".join([first, *rest])
+
+
+def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -> CaseResult:
+    """Runs the step on the case once with each backend of runs, on poisoned outputs.
+
+    The first run is compared with the oracle, the others must agree with it bit by bit. All runs
+    are on one device. What the backend cannot run (UsageError, e.g. not enough memory) is skipped.
+    """
+    try:
+        q, k, v = case.make(runs[0].device, seed)
+        outputs = [run(step, case, backend, q, k, v) for backend in runs]
+    except UsageError as reason:
+        return CaseResult(step, case, skipped=str(reason))
+    except RuntimeError as error:  # the SIMT runtime's report; a GPU that a kernel has brought down
+        return CaseResult(step, case, problems=(str(error),))
+    (o, lse, problems), *others = outputs
+    measures, mismatches = compare(case, q, k, v, o, lse)
+    problems += mismatches
+    for again_o, again_lse, _ in others:
+        problems += repeated("o", o, again_o) + repeated("lse", lse, again_lse)
+    return CaseResult(step, case, measures, tuple(problems))
+
+
+def run(
+    step: Step, case: Case, backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+):
+    """o (contiguous), lse and a list of problems: writes beside o where its layout leaves gaps."""
+    storage, view = case.make_output(backend.device)
+    lse = torch.full(q.shape[:3], torch.nan, device=backend.device)
+    backend.forward(step, q, k, v, view, lse, causal=case.causal, softmax_scale=case.scale)
+    o = view.contiguous().clone()
+    view.fill_(torch.nan)
+    written = (~storage.isnan()).sum().item()
+    return o, lse, [f"{written} elements between the rows of o were written"] if written else []
+
+
+def make_runs(backend_name: str, seed: int, sanitize: bool) -> list[tuple[Backend, ...]]:
+    """The runs of a check on each backend of that name, the preferred first.
+
+    On the GPU the same launch twice; on the CPU two seeds, so that the threads run in two different
+    orders. Raises UsageError where the backend is not to be had.
+    """
+    choices: list[tuple[Backend, ...]] = []
+    prefer_gpu = backend_name == "auto" and torch.cuda.is_available() and not sanitize
+    if backend_name == "gpu" or prefer_gpu:
+        choices.append((GpuBackend(),) * 2)
+    if backend_name != "gpu":
+        choices.append((CpuBackend(seed, sanitize), CpuBackend(seed + 1, sanitize)))
+    return choices
+
+
+def can_run(step: Step, cases: Sequence[Case], backend: Backend) -> bool:
+    """Whether the backend can run the step in any of the cases."""
+    return any(backend.refusal(step, case.specialization) is None for case in cases)
+
+
+def refusal(step: Step, case: Case, backend: Backend) -> str | None:
+    """Why the case is skipped, or None."""
+    if case.gpu_only and backend.name == "cpu":
+        return "too large for the SIMT runtime"
+    return backend.refusal(step, case.specialization)
+
+
+def build_all(plan: Sequence[tuple[Step, Sequence[Case], tuple[Backend, ...]]]) -> None:
+    """Compiles what the plan needs, in parallel. Raises UsageError for what does not compile.
+
+    The GPU backend compiles before it can say whether shared memory suffices, so only the limits
+    that the step itself states are looked at here.
+    """
+    jobs = {
+        (step, case.specialization): runs[0]
+        for step, cases, runs in plan
+        if can_run(step, cases, runs[0])
+        for case in cases
+        if not step.limits.refusal(case.specialization)
+    }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        builds = [pool.submit(backend.build, step, spec) for (step, spec), backend in jobs.items()]
+        # disable=None: no progress bar where stderr is not a terminal.
+        for build in tqdm(as_completed(builds), "compile", len(builds), leave=False, disable=None):
+            build.result()
+
+
+def check_step(
+    step: Step, cases: Sequence[Case], runs: Sequence[Backend], seed: int = 0
+) -> list[CaseResult]:
+    """Checks the step on the cases; prints their lines as they come, then one for the step."""
+    results = []
+    for case in cases:
+        if reason := refusal(step, case, runs[0]):
+            results.append(CaseResult(step, case, skipped=reason))
+        else:
+            results.append(check_case(step, case, runs, seed))
+        print(results[-1], flush=True)
+    skipped = sum(result.skipped is not None for result in results)
+    passed = sum(result.passed for result in results)
+    failed = len(results) - passed - skipped
+    verdict = "FAIL: nothing ran" if not passed + failed else "FAIL" if failed else "pass"
+    counts = f"{passed} passed, {failed} failed, {skipped} skipped"
+    print(f"{step.name} on {runs[0].name}: {counts}: {verdict}", flush=True)
+    return results
+
+
+def check_steps(
+    steps: Sequence[Step],
+    backend_name: str = "auto",
+    seed: int = 0,
+    case_names: Sequence[str] | None = None,
+    sanitize: bool = False,
+) -> bool:
+    """Builds and checks steps, prints a line a case; whether all pass, each in at least one case.
+
+    backend_name is "auto" (the GPU where there is one that can run the step), "gpu" or "cpu";
+    case_names None means all cases that the backend has time for; sanitize builds for the CPU with
+    AddressSanitizer and UndefinedBehaviorSanitizer. Raises UsageError for an unknown case, a
+    missing compiler or a missing backend.
+    """
+    cases = CASES if case_names is None else find_cases(case_names)
+    plan = []
+    choices = make_runs(backend_name, seed, sanitize)
+    for step in steps:
+        runs = next((runs for runs in choices if can_run(step, cases, runs[0])), choices[0])
+        all_here = case_names is not None or runs[0].name == "gpu"
+        plan.append((step, [case for case in cases if all_here or not case.gpu_only], runs))
+    build_all(plan)
+    print(HEADING)
+    good = True
+    for step, cases, runs in plan:
+        results = check_step(step, cases, runs, seed)
+        good &= any(result.passed for result in results)
+        good &= all(result.passed or result.skipped is not None for result in results)
+    return good
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _Parser(prog="check.py", description="Check steps against the float64 oracle.")
+    parser.add_argument(
+        "steps", nargs="*", metavar="STEP", help="v03, steps/v03, a .cu or .patch file"
+    )
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="default: auto")
+    parser.add_argument("--seed", type=int, default=0, help="of inputs and thread order")
+    parser.add_argument("--cases", metavar="NAME[,NAME...]", help="default: all")
+    parser.add_argument("--sanitize", action="store_true", help="CPU build with ASan and UBSan")
+    try:
+        options = parser.parse_args(arguments)
+        if options.sanitize and options.backend == "gpu":
+            raise UsageError("--sanitize is for the CPU build; on a GPU run compute-sanitizer")
+        good = check_steps(
+            [find_step(name) for name in options.steps] or all_steps(),
+            options.backend,
+            options.seed,
+            options.cases.split(",") if options.cases is not None else None,
+            options.sanitize,
+        )
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
