@@ -1,0 +1,68 @@
+# make prints what there is. PYTHON=python3 uses that interpreter and makes no environment; without it .venv is made.
+
+ifdef PYTHON
+    PY := $(PYTHON)
+    CLANG_FORMAT := clang-format
+    READY :=
+else
+    PY := .venv/bin/python
+    CLANG_FORMAT := .venv/bin/clang-format
+    # PyCUDA needs the driver to run, and the toolkit's nvcc on PATH while pip builds it.
+    export PATH := $(PATH):$(or $(CUDA_HOME),/usr/local/cuda)/bin
+    GPU := $(shell python3 -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null && command -v nvcc)
+    REQUIREMENTS := requirements.txt $(if $(GPU),requirements-gpu.txt)
+    READY := .venv/.ready$(if $(GPU),-gpu)
+endif
+
+CXX_FILES = $$(find steps common verify -name '*.cu' -o -name '*.cuh' -o -name '*.h')
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup step check bench profile worklog test lint clean
+
+help:  ## this list
+	@echo 'Usage: make TARGET [PYTHON=python3]'
+	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' Makefile | expand -t 12
+
+setup: $(READY)  ## make .venv from the pinned requirements
+
+# The stamp is made last and removed first: an interrupted setup is never taken for a finished one.
+.venv/.ready .venv/.ready-gpu: requirements.txt requirements-gpu.txt
+	rm -f .venv/.ready*
+	python3 -m venv .venv
+	.venv/bin/python -m pip install $(foreach file,$(REQUIREMENTS),-r $(file))
+	touch $@
+
+ifneq ($(filter step profile,$(MAKECMDGOALS)),)
+    ifndef N
+        $(error which step? For example: make $(MAKECMDGOALS) N=4)
+    endif
+endif
+
+step: $(READY)  ## N=4: build and check that step, time it if there is a GPU, regenerate its row
+	$(PY) -m common step $(N)
+
+check: $(READY)  ## all steps on all cases; STEPS="v01 v03" CASES=ragged,gqa SEED=1 SANITIZE=1 BACKEND=cpu
+	$(PY) verify/check.py $(STEPS) $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED)) \
+	    $(if $(BACKEND),--backend $(BACKEND)) $(if $(SANITIZE),--sanitize)
+
+bench: $(READY)  ## on a GPU: time all steps and the peers in one run; EXPERIMENTS=1: the experiments
+	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments)
+
+profile: $(READY)  ## N=4, on a GPU: add Nsight Compute's counters to that step's record
+	$(PY) -m common profile $(N)
+
+worklog: $(READY)  ## write tables, numbers and plots from profiles/; CHECK=1: fail where they differ
+	$(PY) -m common.worklog $(if $(CHECK),--check)
+
+test: $(READY)  ## pytest
+	$(PY) -m pytest $(if $(PYTHON),,-n auto)
+
+lint: $(READY)  ## ruff and clang-format, changing nothing
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(CLANG_FORMAT) --dry-run --Werror $(CXX_FILES)
+
+clean:  ## remove what was built; .venv and profiles/ stay
+	rm -rf build .pytest_cache .ruff_cache
+	find common verify -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,117 @@
+"""The expressions behind the inline numbers of worklog.md and README.md.
+
+    v04.tflops : .1f                     a number of a record, formatted as by Python's format()
+    v04.tflops / v02.tflops : .1f        quotients and products, from left to right
+    v04.fa3_share : .0%                  one of common.profile.figures
+    peers.sdpa_cudnn.time_ms : .3f       of the latest run
+    experiments.v04_no_padding.gain : .2f
+
+A dotted path walks through the record's JSON and common.profile.figures. What has no record, or one
+whose source has changed, reads "not measured"; a quotient of times that come from different runs
+reads "not measured together".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from common.errors import UsageError
+from common.profile import Profile, figures
+
+NOT_MEASURED = "not measured"
+
+_OPERAND = r"[a-z_][\w.]*|\d+(?:\.\d+)?"
+_EXPRESSION = re.compile(
+    rf"\s*(?P<first>{_OPERAND})(?P<rest>(?:\s*[*/]\s*(?:{_OPERAND}))*)"
+    r"\s*(?::\s*(?P<format>\S+)\s*)?"
+)
+_TIMES = {"time_ms", "time_p25_ms", "time_p75_ms", "tflops"}
+
+
+class _Unavailable(Exception):
+    """Its message stands where the number would."""
+
+
+@dataclass(frozen=True)
+class _Value:
+    number: float | str
+    run: str | None = None  # of a time
+
+
+def evaluate(expression: str, profile: Profile) -> str:
+    """The text of an inline number. Raises UsageError for an expression that means nothing."""
+    match = _EXPRESSION.fullmatch(expression)
+    if not match:
+        raise UsageError(
+            f"'{expression.strip()}' does not read like 'v04.tflops / v02.tflops : .1f'"
+        )
+    try:
+        value = _operand(match["first"], profile)
+        for operator, name in re.findall(rf"([*/])\s*({_OPERAND})", match["rest"]):
+            value = _combine(value, operator, _operand(name, profile))
+    except _Unavailable as reason:
+        return str(reason)
+    try:
+        return format(value.number, match["format"] or "")
+    except ValueError as error:
+        raise UsageError(f"'{expression.strip()}': {error}") from None
+
+
+def _combine(left: _Value, operator: str, right: _Value) -> _Value:
+    for value in (left, right):
+        if isinstance(value.number, str):
+            raise _Unavailable(value.number)
+    if left.run and right.run and left.run != right.run:
+        raise _Unavailable("not measured together")
+    number = left.number * right.number if operator == "*" else left.number / right.number
+    return _Value(number, left.run or right.run)
+
+
+def _operand(text: str, profile: Profile) -> _Value:
+    if text[0].isdigit():
+        return _Value(float(text))
+    head, *keys = text.split(".")
+    if head == "peers":
+        record = profile.newest
+        keys = ["peers", *keys]
+    elif head == "experiments" and keys:
+        name = keys.pop(0)
+        _require(name, [patch.name for patch in profile.patches], text)
+        record = profile.experiments.get(name)
+        _refuse_stale(name, profile)
+    else:
+        _require(head, [step.name for step in profile.steps], text)
+        record = profile.records.get(head)
+        _refuse_stale(head, profile)
+    if record is None:
+        raise _Unavailable(NOT_MEASURED)
+    return _walk(record, keys, text)
+
+
+def _refuse_stale(name: str, profile: Profile) -> None:
+    if name in profile.stale:
+        raise _Unavailable(f"{NOT_MEASURED} since the source changed")
+
+
+def _walk(record: dict, keys: list[str], text: str) -> _Value:
+    node: object = record | figures(record)
+    for key in keys:
+        if isinstance(node, str):  # "not collected"
+            break
+        if not isinstance(node, dict):
+            raise UsageError(f"'{text}': nothing is called '{key}' there")
+        if "missing" in node:
+            raise _Unavailable("missing")
+        _require(key, list(node), text)
+        node = node[key]
+    if node is None:
+        raise _Unavailable(NOT_MEASURED)
+    if isinstance(node, (dict, list)):
+        raise UsageError(f"'{text}' is not a number")
+    return _Value(node, record["run"] if keys and keys[-1] in _TIMES else None)
+
+
+def _require(name: str, known: list[str], text: str) -> None:
+    if name not in known:
+        raise UsageError(f"'{text}': no '{name}'; there are {', '.join(known) or 'none'}")

@@ -1,0 +1,273 @@
+"""Measures steps and their peers in one interleaved run on the GPU and writes a record of each.
+
+A record is a JSON object. Times are in milliseconds, sizes in bytes, errors are the largest
+absolute difference from the float64 oracle. Some keys need a word:
+
+run                 only numbers with the same run were measured together; so a record brings along
+                    the peers and the baseline of its own run
+baseline            the step before; for an experiment, the step that it changes
+peak_memory_bytes   what one call takes beyond q, k and v: o, lse and workspace
+memory              the same over the sequence length
+least_bytes         what the step must move through global memory: q, k, v, o and lse once, its
+                    workspace once written and once read
+headers             SHA-256 of the headers that the step includes
+counters            what `make profile` added, kept while the source is the same
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from common.environment import NOT_COLLECTED, device_state, git_state, versions
+from common.errors import UsageError
+from common.gpu import GpuBackend
+from common.launch import Sizes, evaluate
+from common.patch import read_patch
+from common.peers import Peer, load
+from common.record import (
+    PROFILES_DIR,
+    SCHEMA,
+    gpu_folder,
+    header_hashes,
+    is_stale,
+    read_records,
+    write_record,
+)
+from common.step import ROOT, Step, all_steps, read_step
+from common.timing import summarize, time_interleaved
+from verify.cases import Case, find_cases
+from verify.reference import attention_in_dtype, attention_reference
+
+EXPERIMENTS_DIR = ROOT / "experiments"
+MEMORY_SEQS = (512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A step, or a step with a patch: what it is compared with, its source and its record."""
+
+    step: Step
+    baseline: Step | None
+    source: Path
+    record: Path  # from the folder of the GPU's records
+
+
+def step_candidate(step: Step) -> Candidate:
+    steps = all_steps()
+    index = steps.index(step)
+    baseline = steps[index - 1] if index else None
+    return Candidate(step, baseline, step.path, Path(f"{step.name}.json"))
+
+
+def experiment_candidates() -> list[Candidate]:
+    """The experiments whose patch applies; any other is named on stderr."""
+    candidates = []
+    for path in sorted(EXPERIMENTS_DIR.glob("*.patch")):
+        try:
+            patch = read_patch(path)
+            step = read_step(patch.write())
+        except UsageError as error:
+            print(f"warning: {path.name} is not measured: {error}", file=sys.stderr)
+        else:
+            record = Path("experiments", f"{patch.name}.json")
+            candidates.append(Candidate(step, patch.step, path, record))
+    return candidates
+
+
+def measure(candidates: Sequence[Candidate]) -> list[Path]:
+    """Measures the candidates, their baselines and the peers together; returns the records written.
+
+    A step that this GPU cannot run is named on stderr and left out. Raises UsageError where no
+    candidate is left.
+    """
+    backend = GpuBackend()
+    case = find_cases(["headline"])[0]
+    q, k, v = case.make(backend.device)
+    oracle = attention_reference(q, k, v, causal=case.causal, softmax_scale=case.scale)
+    baselines = [candidate.baseline for candidate in candidates if candidate.baseline]
+    steps = dict.fromkeys([*(candidate.step for candidate in candidates), *baselines])
+
+    trials: dict[str, _Trial] = {}
+    refusals = []
+    for step in steps:
+        try:
+            trials[step.name] = _try(lambda step=step: _run(backend, step, case, q, k, v), oracle)
+        except UsageError as refusal:
+            refusals.append(f"{step.name} is not measured: {refusal}")
+    # A step is worth measuring without the one before it; an experiment is not without its step.
+    candidates = [
+        candidate
+        for candidate in candidates
+        if candidate.step.name in trials
+        and (candidate.step in all_steps() or candidate.baseline.name in trials)
+    ]
+    if not candidates:
+        raise UsageError("; ".join(refusals))
+    for refusal in refusals:
+        print(f"warning: {refusal}", file=sys.stderr)
+    memory = {
+        candidate.step: _memory_over_seq(backend, candidate.step, case) for candidate in candidates
+    }
+    peers = load(q, k, v)
+    trials |= {
+        name: _try(peer.forward, oracle) for name, peer in peers.items() if isinstance(peer, Peer)
+    }
+
+    before = device_state()
+    samples = time_interleaved({name: trial.call for name, trial in trials.items()})
+    after = device_state()
+
+    outcomes = {name: _outcome(trial, samples[name], case) for name, trial in trials.items()}
+    yardstick = attention_in_dtype(q, k, v, causal=case.causal, softmax_scale=case.scale)
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    shared = {
+        "run": f"{now} {secrets.token_hex(4)}",
+        "git": git_state(),
+        **versions(),
+        "environment": {"before": before, "after": after},
+        "shape": {
+            **asdict(case.shape),
+            "dtype": case.specialization.dtype,
+            "causal": case.causal,
+        },
+        "flops": _flops(case),
+        "torch_errors": _errors(yardstick, oracle),
+        "peers": {
+            name: {"route": peer.route, **outcomes[name]}
+            if isinstance(peer, Peer)
+            else {"missing": peer}
+            for name, peer in peers.items()
+        },
+    }
+    written = []
+    for candidate in candidates:
+        baseline = candidate.baseline
+        path = PROFILES_DIR / gpu_folder(shared["device"]) / candidate.record
+        record = {
+            "schema": SCHEMA,
+            **_description(candidate, backend, case),
+            **shared,
+            **outcomes[candidate.step.name],
+            "memory": memory[candidate.step],
+            "baseline": {"step": baseline.name, **outcomes[baseline.name]}
+            if baseline and baseline.name in outcomes
+            else None,
+            "counters": _counters_so_far(path, candidate.step),
+        }
+        write_record(path, record)
+        written.append(path)
+    return written
+
+
+def _counters_so_far(path: Path, step: Step) -> dict | str:
+    record = read_records(path.parent).get(path.stem)
+    return record["counters"] if record and not is_stale(record, step) else NOT_COLLECTED
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A call that works, and what was seen when it was tried."""
+
+    call: Callable[[], object]
+    errors: dict[str, float]
+    peak_memory_bytes: int
+
+
+def _try(call: Callable[[], object], oracle: tuple[torch.Tensor, torch.Tensor]) -> _Trial:
+    """call returns o or (o, lse)."""
+    result, peak_memory_bytes = _peak_memory(call)
+    outputs = (result,) if isinstance(result, torch.Tensor) else result
+    return _Trial(call, _errors(outputs, oracle), peak_memory_bytes)
+
+
+def _run(
+    backend: GpuBackend, step: Step, case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One call as a user makes it, outputs allocated."""
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    backend.forward(step, q, k, v, o, lse, causal=case.causal, softmax_scale=case.scale)
+    return o, lse
+
+
+def _peak_memory(call: Callable[[], object]) -> tuple[object, int]:
+    """The call's result, and the most bytes that torch's allocator had handed out to it at once."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated() - before
+
+
+def _memory_over_seq(backend: GpuBackend, step: Step, case: Case) -> list[dict]:
+    """Peak memory of the case with other sequence lengths."""
+    shape = case.shape
+    entries = []
+    for seq in MEMORY_SEQS:
+        q, k, v = (
+            torch.zeros(
+                shape.batch, heads, seq, shape.head_dim, dtype=case.dtype, device=backend.device
+            )
+            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+        )
+        try:
+            _, size = _peak_memory(lambda q=q, k=k, v=v: _run(backend, step, case, q, k, v))
+            entries.append({"seq": seq, "bytes": size})
+        except UsageError as error:
+            entries.append({"seq": seq, "bytes": None, "reason": str(error)})
+    torch.cuda.empty_cache()
+    return entries
+
+
+def _errors(outputs: Sequence[torch.Tensor], oracle: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Of o, and of lse where there is one; NaN if an element is NaN."""
+    return {
+        name: (output - expected).abs().max().item()
+        for name, output, expected in zip(("o", "lse"), outputs, oracle, strict=False)
+    }
+
+
+def _flops(case: Case) -> int:
+    """Of the two matrix products, a multiply-add counted as two."""
+    shape = case.shape
+    return 4 * shape.batch * shape.heads * shape.seq_q * shape.seq_k * shape.head_dim
+
+
+def _outcome(trial: _Trial, samples_ms: list[float], case: Case) -> dict:
+    summary = summarize(samples_ms)
+    return {
+        **summary,
+        "tflops": _flops(case) / summary["time_ms"] / 1e9,
+        "samples_ms": samples_ms,
+        "errors": trial.errors,
+        "peak_memory_bytes": trial.peak_memory_bytes,
+    }
+
+
+def _description(candidate: Candidate, backend: GpuBackend, case: Case) -> dict:
+    """What was measured: source, compiler's command line from the project's root, resources."""
+    step, spec, shape = candidate.step, case.specialization, case.shape
+    compiler, *flags = backend.compile_command(step, spec)
+    resources = backend.resources(step, spec)
+    sizes = Sizes(shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k)
+    plan = evaluate(backend.descriptor(step, spec), sizes)
+    elements = 2 * math.prod(shape.q) + 2 * math.prod(shape.kv)
+    lse_bytes = 4 * math.prod(shape.q[:3])
+    return {
+        "step": step.name,
+        "title": step.title,
+        "source": candidate.source.relative_to(ROOT).as_posix(),
+        "source_sha256": step.source_sha256,
+        "headers": header_hashes(step),
+        "compile": [Path(compiler).name, *(flag.replace(f"{ROOT}/", "") for flag in flags)],
+        "resources": {kernel.name: asdict(resources[kernel.name]) for kernel in plan.kernels},
+        "least_bytes": elements * case.dtype.itemsize + lse_bytes + 2 * sum(plan.workspace_bytes),
+    }

@@ -1,0 +1,179 @@
+"""The plots of a profile as SVG: the same records and matplotlib give the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import re
+from dataclasses import dataclass
+
+import matplotlib
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from common.profile import Profile
+
+INK, GRID = "#24292f", "#d8dee4"
+STEP_COLOR, PEER_COLOR, ROOF_COLORS = "#2f6fb0", "#b6bec8", ("#8250df", "#c4532d")
+
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "attention-worklog",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """A device's peaks by its datasheet: dense, without sparsity."""
+
+    dram_tb_per_s: float
+    fp32_tflops: float
+    bf16_tensor_tflops: float
+
+
+# Datasheet of the H200 SXM; its BF16 figure of 1979 TFLOP/s counts sparsity.
+CEILINGS = {"h200": Ceilings(dram_tb_per_s=4.8, fp32_tflops=67, bf16_tensor_tflops=989.5)}
+
+
+def plots(profile: Profile) -> dict[str, str]:
+    """SVG text by file name; none without a record."""
+    return {name: _svg(figure, profile) for name, figure in figures(profile).items()}
+
+
+def same_plot(old: str, new: str) -> bool:
+    """Whether two plots agree: in every byte, or in their data if two matplotlibs drew them."""
+    if _creator(old) == _creator(new):
+        return old == new
+    return _digest(old) == _digest(new)
+
+
+def _creator(svg: str) -> str | None:
+    found = re.search(r"<dc:title>(Matplotlib v[^<]*)", svg)
+    return found[1] if found else None
+
+
+def _digest(svg: str) -> str | None:
+    found = re.search(r"<dc:description>data sha256 ([0-9a-f]{64})<", svg)
+    return found[1] if found else None
+
+
+def figures(profile: Profile) -> dict[str, Figure]:
+    """The figures by the file name of their SVG; none without a record."""
+    if not profile.records:
+        return {}
+    with matplotlib.rc_context(STYLE):
+        drawn = {"steps.svg": _bars(profile)}
+        if ceilings := CEILINGS.get(profile.folder.name):
+            drawn["roofline.svg"] = _roofline(profile, ceilings)
+    return drawn
+
+
+def _bars(profile: Profile) -> Figure:
+    """A bar a step and a peer: TFLOP/s."""
+    rows = [
+        (_label(profile, name), record["tflops"], STEP_COLOR)
+        for name, record in profile.records.items()
+    ]
+    rows += [
+        (name, peer["tflops"], PEER_COLOR)
+        for name, peer in sorted(
+            profile.newest["peers"].items(), key=lambda item: item[1].get("tflops", 0)
+        )
+        if "tflops" in peer
+    ]
+    figure = Figure(figsize=(8, 0.9 + 0.34 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    labels, rates, colors = zip(*rows, strict=True)
+    bars = axes.barh(range(len(rows)), rates, color=colors, height=0.68)
+    axes.bar_label(bars, [f"{rate:.3g}" for rate in rates], padding=4)
+    axes.set_yticks(range(len(rows)), labels)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(min(1, min(rates) / 2), 2 * max(rates))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(axis="x", color=GRID)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("TFLOP/s (log scale), median of interleaved rounds")
+    axes.set_title(f"{profile.newest['device']}: {_work(profile)}")
+    return figure
+
+
+def _roofline(profile: Profile, ceilings: Ceilings) -> Figure:
+    """Each step at the fewest bytes its design moves through global memory."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    low, high = 1.0, 1e4
+    roofs = (
+        ("BF16 tensor cores", ceilings.bf16_tensor_tflops, ROOF_COLORS[0]),
+        ("FP32 FMA", ceilings.fp32_tflops, ROOF_COLORS[1]),
+    )
+    for name, peak, color in roofs:
+        ridge = peak / ceilings.dram_tb_per_s
+        axes.plot([ridge, high], [peak, peak], color=color, linewidth=1.6)
+        axes.text(
+            high, peak * 1.08, f"{name}, {peak:g} TFLOP/s", ha="right", va="bottom", color=color
+        )
+    top = roofs[0][1] / ceilings.dram_tb_per_s
+    axes.plot([low, top], [low * ceilings.dram_tb_per_s, roofs[0][1]], color=INK, linewidth=1.6)
+    x, y = 2 * low, 2.4 * low * ceilings.dram_tb_per_s
+    axes.text(
+        x,
+        y,
+        f"DRAM, {ceilings.dram_tb_per_s:g} TB/s",
+        rotation=math.degrees(math.atan(y / x)),  # in data space; slope 1 in logarithmic axes
+        rotation_mode="anchor",
+        transform_rotates_text=True,
+    )
+    label_top: dict[int, float] = {}  # of the highest label so far, by place on the x axis
+    for name, record in sorted(profile.records.items(), key=lambda item: item[1]["tflops"]):
+        intensity, rate = record["flops"] / record["least_bytes"], record["tflops"]
+        place = round(4 * math.log10(intensity))
+        label_top[place] = label_y = max(rate, 1.14 * label_top.get(place, 0))
+        axes.plot(intensity, rate, "o", color=STEP_COLOR, markersize=7)
+        label = f"{_label(profile, name)}  {rate:.3g}"
+        axes.text(intensity / 1.14, label_y, label, ha="right", va="center")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(min(1, *(record["tflops"] / 2 for record in profile.records.values())), 2000)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.grid(color=GRID)
+    axes.set_xlabel("FLOP per byte: inputs and outputs once, workspace written once and read once")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"{profile.newest['device']}, datasheet ceilings: {_work(profile)}")
+    return figure
+
+
+def _label(profile: Profile, name: str) -> str:
+    return f"{name} (stale)" if name in profile.stale else name
+
+
+def _work(profile: Profile) -> str:
+    shape = profile.newest["shape"]
+    return (
+        f"batch {shape['batch']}, heads {shape['heads']}, N = {shape['seq_q']}, "
+        f"D = {shape['head_dim']}, {shape['dtype']}"
+    )
+
+
+def _svg(figure: Figure, profile: Profile) -> str:
+    data = [[name, _label(profile, name), record] for name, record in profile.records.items()]
+    digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()
+    buffer = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        metadata = {"Date": None, "Description": f"data sha256 {digest}"}
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
+    return buffer.getvalue()

@@ -1,0 +1,89 @@
+"""What was recorded on one GPU, beside the steps and experiments as they are now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.counters import readable
+from common.errors import UsageError
+from common.patch import Patch, read_patch
+from common.record import is_stale, read_records
+from common.step import Step, all_steps, read_step
+
+FA3 = "flash_attention_3"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The records in one folder of profiles/, of steps and of experiments, by name."""
+
+    folder: Path
+    steps: tuple[Step, ...]
+    patches: tuple[Patch, ...]
+    records: dict[str, dict]
+    experiments: dict[str, dict]
+    stale: frozenset[str]  # steps and experiments whose source has changed since their record
+
+    @property
+    def newest(self) -> dict | None:
+        """The step record of the latest run; of several, the highest step's."""
+        by_run = [(record["run"], name) for name, record in self.records.items()]
+        return self.records[max(by_run)[1]] if by_run else None
+
+
+def load_profile(folder: Path, root: Path) -> Profile:
+    """The profile in a folder, which need not exist, with the experiments in root."""
+    steps = all_steps()
+    patches = tuple(read_patch(path) for path in sorted((root / "experiments").glob("*.patch")))
+    names = {step.name for step in steps}
+    records = {name: record for name, record in read_records(folder).items() if name in names}
+    names = {patch.name for patch in patches}
+    experiments = {
+        name: record
+        for name, record in read_records(folder / "experiments").items()
+        if name in names
+    }
+    stale = {
+        step.name for step in steps if step.name in records and is_stale(records[step.name], step)
+    }
+    stale |= {
+        patch.name
+        for patch in patches
+        if patch.name in experiments and _is_stale(experiments, patch)
+    }
+    return Profile(folder, steps, patches, records, experiments, frozenset(stale))
+
+
+def _is_stale(experiments: dict[str, dict], patch: Patch) -> bool:
+    try:
+        return is_stale(experiments[patch.name], read_step(patch.write()))
+    except UsageError:  # the step has changed so much that the patch no longer applies
+        return True
+
+
+def figures(record: dict) -> dict:
+    """Numbers that follow from a record. Shares and gains are ratios of times of one run."""
+    kernels = record["resources"].values()
+    baseline, fa3 = record["baseline"], record["peers"].get(FA3, {})
+    return {
+        "gain": baseline and baseline["time_ms"] / record["time_ms"],
+        "fa3_share": fa3["time_ms"] / record["time_ms"] if "time_ms" in fa3 else None,
+        "registers": max(kernel["registers"] for kernel in kernels),
+        "smem_bytes": max(kernel["static_smem"] + kernel["dynamic_smem"] for kernel in kernels),
+        "spill_bytes": sum(
+            kernel["spill_store_bytes"] + kernel["spill_load_bytes"] for kernel in kernels
+        ),
+        "stack_bytes": max(kernel["stack_bytes"] for kernel in kernels),
+        "error": record["errors"]["o"],
+        "lse_error": record["errors"]["lse"],
+        "torch_error": record["torch_errors"]["o"],
+        "peak_memory_gb": record["peak_memory_bytes"] / 1e9,
+        "least_gb": record["least_bytes"] / 1e9,
+        "flops_per_byte": record["flops"] / record["least_bytes"],
+        "ncu": readable(record["counters"]) if isinstance(record["counters"], dict) else None,
+        "memory_gb": {
+            str(entry["seq"]): None if entry["bytes"] is None else entry["bytes"] / 1e9
+            for entry in record["memory"]
+        },
+    }

@@ -1,0 +1,112 @@
+"""A record is a measurement of a step on a GPU, profiles/<gpu>/vNN.json; see common/measure.py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from common.step import ROOT, Step
+
+SCHEMA = 1
+PROFILES_DIR = ROOT / "profiles"
+
+_VENDORS = {"nvidia"}
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+def gpu_folder(device: str) -> str:
+    """The folder of a device's records: "NVIDIA GeForce RTX 4090" -> "geforce_rtx_4090"."""
+    words = re.findall(r"[a-z0-9]+", device.lower())
+    return "_".join(word for word in words if word not in _VENDORS)
+
+
+def header_hashes(step: Step) -> dict[str, str]:
+    """SHA-256 of this project's headers that the step includes, directly or not, by path."""
+    hashes: dict[str, str] = {}
+
+    def visit(path: Path) -> None:
+        for name in _INCLUDE.findall(path.read_text()):
+            for folder in (path.parent, ROOT / "common" / "device"):
+                header = (folder / name).resolve()
+                if header.is_file():
+                    break
+            else:
+                continue
+            key = header.relative_to(ROOT).as_posix()
+            if key not in hashes:
+                hashes[key] = hashlib.sha256(header.read_bytes()).hexdigest()
+                visit(header)
+
+    visit(step.path)
+    return dict(sorted(hashes.items()))
+
+
+def is_stale(record: dict, step: Step) -> bool:
+    """Whether the step or a header it includes has changed since the record was made."""
+    return record["source_sha256"] != step.source_sha256 or record["headers"] != header_hashes(step)
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """Replaces a file whole: whatever interrupts this, it holds the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_record(path: Path, record: dict) -> None:
+    text = json.dumps(record, indent=1)
+    # One line for a list of numbers: thirty samples are read as a row or not at all.
+    text = re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
+    write_atomically(path, text + "\n")
+
+
+def read_records(folder: Path) -> dict[str, dict]:
+    """The records in a folder by file stem; an unreadable one is named on stderr and left out."""
+    records = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            record = json.loads(path.read_text())
+            if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+                raise ValueError(f"not a record of schema {SCHEMA}")
+            if missing := sorted(_KEYS - record.keys()):
+                raise ValueError(f"no {', '.join(missing)}")
+        except (OSError, ValueError) as error:
+            print(f"warning: skipped the unreadable record {path}: {error}", file=sys.stderr)
+        else:
+            records[path.stem] = record
+    return records
+
+
+# Every record has at least these; common/measure.py says what they hold.
+_KEYS = {
+    "run",
+    "step",
+    "source_sha256",
+    "headers",
+    "device",
+    "environment",
+    "shape",
+    "flops",
+    "least_bytes",
+    "time_ms",
+    "time_p25_ms",
+    "time_p75_ms",
+    "tflops",
+    "samples_ms",
+    "resources",
+    "errors",
+    "torch_errors",
+    "peak_memory_bytes",
+    "memory",
+    "baseline",
+    "peers",
+    "counters",
+}

@@ -1,0 +1,317 @@
+"""The tables of worklog.md and README.md, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.counters import readable, top_stalls
+from common.lookup import NOT_MEASURED
+from common.profile import FA3, Profile, figures
+
+GROWS = 3  # memory that more than triples when the sequence doubles holds all scores
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; a column whose name starts with ">" is aligned to the right."""
+    names = [name.removeprefix(">") for name in columns]
+    rules = ["---:" if name.startswith(">") else "---" for name in columns]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (names, rules, *cells))
+
+
+def results(profile: Profile) -> str:
+    """A row a step, then a row a peer, and below what they ran on."""
+    columns = [
+        "Version",
+        "Change",
+        ">Time (ms)",
+        ">TFLOP/s",
+        ">% of FA3",
+        ">Step gain",
+        ">Registers",
+    ]
+    columns += [">Shared memory", ">Spills", ">Peak memory", ">Max error"]
+    rows = []
+    for step in profile.steps:
+        record = profile.records.get(step.name)
+        name = f"[{step.name}](steps/{step.path.name})"
+        if record is None:
+            rows.append([name, step.title, NOT_MEASURED, *[""] * 8])
+            continue
+        derived = figures(record)
+        kernels = record["resources"].values()
+        rows.append(
+            [
+                name + (" (stale)" if step.name in profile.stale else ""),
+                step.title,
+                f"{record['time_ms']:.4g}",
+                f"{record['tflops']:.4g}",
+                _percent(derived["fa3_share"]),
+                f"{derived['gain']:.2f} ×" if derived["gain"] else "",
+                " / ".join(str(kernel["registers"]) for kernel in kernels),
+                " / ".join(kib(_smem(kernel)) for kernel in kernels),
+                f"{derived['spill_bytes']} B",
+                megabytes(record["peak_memory_bytes"]),
+                f"{derived['error']:.1e}",
+            ]
+        )
+    newest = profile.newest
+    if newest is None:
+        return markdown(columns, rows)
+    fa3_ms = newest["peers"][FA3].get("time_ms")
+    for name, peer in newest["peers"].items():
+        if "missing" in peer:
+            rows.append([name, "missing", *[""] * 9])
+            continue
+        share = fa3_ms / peer["time_ms"] if fa3_ms else None
+        rows.append(
+            [
+                name,
+                peer["route"],
+                f"{peer['time_ms']:.4g}",
+                f"{peer['tflops']:.4g}",
+                _percent(share),
+            ]
+            + [""] * 4
+            + [megabytes(peer["peak_memory_bytes"]), f"{peer['errors']['o']:.1e}"]
+        )
+    return markdown(columns, rows) + "\n\n" + _conditions(profile)
+
+
+def _conditions(profile: Profile) -> str:
+    record = profile.newest
+    assert record is not None
+    shape = record["shape"]
+    text = (
+        f"{record['device']}; batch {shape['batch']}, heads {shape['heads']}, "
+        f"sequence {shape['seq_q']}, head_dim {shape['head_dim']}, {shape['dtype']}, not causal; "
+        f"median of {len(record['samples_ms'])} interleaved rounds, L2 flushed before each call. "
+    )
+    text += _clocks(record["environment"])
+    text += (
+        "Registers and shared memory: one number a kernel. "
+        "Peak memory: what one call takes beyond q, k and v. Max error: against float64; "
+        f"torch in {shape['dtype']} has {record['torch_errors']['o']:.1e}. "
+        "Step gain: against the step before, same run."
+    )
+    if len({record["run"] for record in profile.records.values()}) > 1:
+        text += " The steps were not all measured in one run; the peers' rows are the latest run's."
+    return text
+
+
+def _clocks(environment: dict) -> str:
+    states = [environment["before"], environment["after"]]
+    if not all(isinstance(state, dict) for state in states):
+        return "Clocks, power and temperature: not collected. "
+
+    reasons = states[1]["throttle_reasons"] or ["none"]
+
+    def pair(key: str, unit: str) -> str:
+        return (
+            " → ".join("?" if state[key] is None else f"{state[key]:.0f}" for state in states)
+            + f" {unit}"
+        )
+
+    return (
+        f"Before and after: SM clock {pair('sm_clock_mhz', 'MHz')}, {pair('power_w', 'W')}, "
+        f"{pair('temperature_c', '°C')}; throttle reasons after: {', '.join(reasons)}. "
+    )
+
+
+def memory(profile: Profile) -> str:
+    """Peak memory of each step that holds all scores, and of the latest that does not, over N."""
+    curves = {
+        name: {entry["seq"]: entry["bytes"] for entry in record["memory"]}
+        for name, record in profile.records.items()
+        if name not in profile.stale
+    }
+    materialising = [name for name, curve in curves.items() if _holds_scores(curve)]
+    fused = [name for name in curves if name not in materialising][-1:]
+    if not materialising or not fused:
+        return NOT_MEASURED
+    naive, flash = materialising[0], fused[0]
+    columns = [
+        ">N",
+        *(f">{name}" for name in materialising),
+        f">{flash}",
+        f">Saving {flash} over {naive}",
+    ]
+    rows = [
+        [
+            str(seq),
+            *(megabytes(curves[name].get(seq)) for name in (*materialising, flash)),
+            f"{curves[naive][seq] / curves[flash][seq]:.0f} ×"
+            if curves[naive].get(seq) and curves[flash].get(seq)
+            else "",
+        ]
+        for seq in curves[naive]
+    ]
+    shape = profile.records[flash]["shape"]
+    return (
+        markdown(columns, rows) + "\n\nMeasured peak of one call beyond q, k and v, "
+        f"batch {shape['batch']}, heads {shape['heads']}, "
+        f"head_dim {shape['head_dim']}, {shape['dtype']}."
+    )
+
+
+def _holds_scores(curve: dict[int, int | None]) -> bool:
+    sizes = [size for size in curve.values() if size is not None]
+    return len(sizes) > 1 and sizes[-1] > GROWS * sizes[-2]
+
+
+def peers(profile: Profile) -> str:
+    """The peers of the latest run."""
+    columns = [
+        "Peer",
+        "Code",
+        ">Time (ms)",
+        ">p25–p75 (ms)",
+        ">TFLOP/s",
+        ">Peak memory",
+        ">Max error",
+    ]
+    if profile.newest is None:
+        return NOT_MEASURED
+    rows = [
+        [name, f"missing: {peer['missing']}", *[""] * 5]
+        if "missing" in peer
+        else [
+            name,
+            peer["route"],
+            f"{peer['time_ms']:.4g}",
+            f"{peer['time_p25_ms']:.4g}–{peer['time_p75_ms']:.4g}",
+            f"{peer['tflops']:.4g}",
+            megabytes(peer["peak_memory_bytes"]),
+            f"{peer['errors']['o']:.1e}",
+        ]
+        for name, peer in profile.newest["peers"].items()
+    ]
+    return markdown(columns, rows)
+
+
+def resources(profile: Profile, step: str) -> str:
+    """A row a kernel of the step: what the compiler gave it."""
+    record = profile.records.get(step)
+    if record is None or step in profile.stale:
+        return NOT_MEASURED
+    columns = [
+        "Kernel",
+        ">Registers",
+        ">Static shared",
+        ">Dynamic shared",
+        ">Stack",
+        ">Spill stores",
+        ">Spill loads",
+    ]
+    rows = [
+        [
+            f"`{name}`",
+            str(kernel["registers"]),
+            kib(kernel["static_smem"]),
+            kib(kernel["dynamic_smem"]),
+            *(
+                f"{kernel[key]} B"
+                for key in ("stack_bytes", "spill_store_bytes", "spill_load_bytes")
+            ),
+        ]
+        for name, kernel in record["resources"].items()
+    ]
+    return markdown(columns, rows)
+
+
+def counters(profile: Profile) -> str:
+    """A row a kernel of each step: what Nsight Compute counted."""
+    columns = ["Kernel", ">Duration (ms)", ">Cycles", ">SM %", ">Memory %", ">Tensor %", ">XU %"]
+    columns += [">FMA %", ">LSU %", ">L1 data %", ">Occupancy %", ">Issue %", ">DRAM (GB)"]
+    columns += [">L2 (GB)", ">Bank conflicts", ">Local accesses", "Top stalls"]
+    percents = ["sm", "memory", "tensor", "xu", "fma", "lsu", "l1_data", "occupancy", "issue"]
+    rows = []
+    for step, record in profile.records.items():
+        collected = record["counters"]
+        if isinstance(collected, str) or step in profile.stale:
+            reason = "not collected" if isinstance(collected, str) else "stale"
+            rows.append([step, reason, *[""] * (len(columns) - 2)])
+            continue
+        for kernel, c in readable(collected).items():
+            rows.append(
+                [
+                    f"{step} `{kernel}`",
+                    f"{c['duration_ms']:.4g}",
+                    f"{c['cycles']:.3g}",
+                    *(f"{c[name + '_percent']:.0f}" for name in percents),
+                    f"{c['dram_read_gb'] + c['dram_write_gb']:.3g}",
+                    f"{c['l2_gb']:.3g}",
+                    f"{c['bank_conflicts']:.3g}",
+                    f"{c['local_loads'] + c['local_stores']:.3g}",
+                    ", ".join(f"{why} {n:.1f}" for why, n in top_stalls(collected[kernel])),
+                ]
+            )
+    return markdown(columns, rows) if rows else NOT_MEASURED
+
+
+def experiments(profile: Profile, step: str) -> str:
+    """A row an experiment: tried, predicted, measured against the step in the same run."""
+    columns = ["Experiment", "Tried", "Predicted", ">Step (ms)", ">Experiment (ms)", ">Gain"]
+    columns += [">Registers", ">Stack"]
+    rows = []
+    for patch in profile.patches:
+        if patch.step.name != step:
+            continue
+        row = [
+            f"[{patch.name}](experiments/{patch.name}.patch)",
+            patch.header.get("tries", ""),
+            patch.header.get("predicts", ""),
+        ]
+        record = profile.experiments.get(patch.name)
+        if record is None or patch.name in profile.stale:
+            reason = NOT_MEASURED if record is None else f"{NOT_MEASURED} since the source changed"
+            rows.append([*row, "", reason, "", "", ""])
+        else:
+            derived, baseline_ms = figures(record), record["baseline"]["time_ms"]
+            row += [f"{baseline_ms:.4g}", f"{record['time_ms']:.4g}", f"{derived['gain']:.2f} ×"]
+            rows.append([*row, str(derived["registers"]), f"{derived['stack_bytes']} B"])
+    return markdown(columns, rows) if rows else "No experiments."
+
+
+def summary(record: dict) -> str:
+    """The figures of one step for a terminal, a line each."""
+    derived = figures(record)
+    fa3 = record["peers"][FA3]
+    lines = {
+        "time": f"{record['time_ms']:.4g} ms",
+        "p25 - p75": f"{record['time_p25_ms']:.4g} - {record['time_p75_ms']:.4g} ms",
+        "rate": f"{record['tflops']:.4g} TFLOP/s",
+        "of FA3": f"FlashAttention-3 is missing: {fa3['missing']}"
+        if derived["fa3_share"] is None
+        else f"{derived['fa3_share']:.1%}",
+        "peak memory": f"{megabytes(record['peak_memory_bytes'])} beyond q, k and v",
+        "max error": f"{derived['error']:.1e}; torch in {record['shape']['dtype']}: "
+        f"{derived['torch_error']:.1e}",
+    }
+    if baseline := record["baseline"]:
+        lines["step gain"] = f"{derived['gain']:.2f} x over {baseline['step']}"
+    for name, kernel in record["resources"].items():
+        spills = kernel["spill_store_bytes"] + kernel["spill_load_bytes"]
+        lines[name] = (
+            f"{kernel['registers']} registers, {kib(_smem(kernel))} shared memory, "
+            f"{spills} B spills, {kernel['stack_bytes']} B stack"
+        )
+    return "\n".join(f"  {label:18}  {text}" for label, text in lines.items())
+
+
+def _smem(kernel: dict) -> int:
+    return kernel["static_smem"] + kernel["dynamic_smem"]
+
+
+def kib(size: int) -> str:
+    return f"{size / 1024:.4g} KiB" if size >= 1024 else f"{size} B"
+
+
+def megabytes(size: int | None) -> str:
+    if size is None:
+        return "does not fit"
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"

@@ -1,0 +1,81 @@
+"""Made-up records for the tests. Their numbers must never get into profiles/."""
+
+from __future__ import annotations
+
+from common.record import SCHEMA, header_hashes
+from common.step import Step
+
+FLOPS = 4 * 4 * 16 * 4096**2 * 128
+
+
+def made_up_record(step: Step, *, time_ms: float = 20.0, run: str = "2000-01-01 a") -> dict:
+    """A record of the step as it is now, twice as fast as its baseline."""
+    state = {
+        "sm_clock_mhz": 1000,
+        "memory_clock_mhz": 2000,
+        "power_w": 300.0,
+        "temperature_c": 40,
+        "throttle_reasons": [],
+    }
+    return {
+        "schema": SCHEMA,
+        "step": step.name,
+        "title": step.title,
+        "source": f"steps/{step.path.name}",
+        "source_sha256": step.source_sha256,
+        "headers": header_hashes(step),
+        "compile": ["nvcc", "-cubin"],
+        "resources": {
+            "attention_forward": {
+                "registers": 111,
+                "static_smem": 1024,
+                "dynamic_smem": 2048,
+                "stack_bytes": 0,
+                "spill_store_bytes": 4,
+                "spill_load_bytes": 8,
+            }
+        },
+        "least_bytes": 10**9,
+        "run": run,
+        "git": "not collected",
+        "device": "NVIDIA H200",
+        "driver": "1.0",
+        "toolkit": "1.0",
+        "torch": "1.0",
+        "python": "1.0",
+        "environment": {"before": state, "after": state},
+        "shape": {
+            "batch": 4,
+            "heads": 16,
+            "kv_heads": 16,
+            "seq_q": 4096,
+            "seq_k": 4096,
+            "head_dim": 128,
+            "dtype": "bf16",
+            "causal": False,
+        },
+        "flops": FLOPS,
+        "torch_errors": {"o": 0.004, "lse": 0.05},
+        "peers": {
+            "sdpa_math": {"missing": "out of memory"},
+            "sdpa_flash": {"route": "torch 1.0", **_outcome(2.0)},
+            "sdpa_cudnn": {"route": "torch 1.0", **_outcome(1.0)},
+            "flash_attention_3": {"route": "made up", **_outcome(0.8)},
+        },
+        **_outcome(time_ms),
+        "counters": "not collected",
+        "memory": [{"seq": 512, "bytes": 10**7}, {"seq": 1024, "bytes": 2 * 10**7}],
+        "baseline": {"step": "v00", **_outcome(2 * time_ms)},
+    }
+
+
+def _outcome(time_ms: float) -> dict:
+    return {
+        "time_ms": time_ms,
+        "time_p25_ms": time_ms * 0.99,
+        "time_p75_ms": time_ms * 1.01,
+        "tflops": FLOPS / time_ms / 1e9,
+        "samples_ms": [time_ms] * 3,
+        "errors": {"o": 0.001, "lse": 1e-6},
+        "peak_memory_bytes": 68 * 10**6,
+    }

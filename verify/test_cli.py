@@ -1,0 +1,100 @@
+"""make and python -m common: the ways to call them and the ways to call them wrongly."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from common.step import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+
+
+def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs make without the settings that an outer make has exported."""
+    outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "N", "STEPS", "CASES", "SEED"}
+    variables = {name: value for name, value in os.environ.items() if name not in outer}
+    return subprocess.run(
+        ["make", "-C", str(ROOT), "--no-print-directory", *arguments],
+        capture_output=True,
+        text=True,
+        env=variables | environment,
+        check=False,
+    )
+
+
+def common(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "common", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | environment,
+        check=False,
+    )
+
+
+def test_help_is_the_default_and_names_every_target():
+    run = make()
+    assert run.returncode == 0
+    for target in ("setup", "step", "check", "bench", "worklog", "test", "lint", "clean"):
+        assert f"\n  {target} " in run.stdout
+
+
+@pytest.mark.parametrize("number", ["3", "03", "v03"])
+def test_step_passes_its_number_on(number):
+    run = make("-n", "step", f"N={number}", f"PYTHON={sys.executable}")
+    assert run.stdout == f"{sys.executable} -m common step {number}\n"
+
+
+def test_step_without_a_number_is_one_clear_line():
+    run = make("step")
+    assert run.returncode == 2
+    assert "which step? For example: make step N=4" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+    assert not run.stdout  # not even an environment was made
+
+
+def test_options_of_check():
+    options = ["STEPS=v01 v03", "CASES=gqa,ragged", "SEED=7", "SANITIZE=1", "BACKEND=cpu"]
+    run = make("-n", "check", f"PYTHON={sys.executable}", *options)
+    assert run.stdout.replace("\\\n", "").split() == [
+        sys.executable,
+        "verify/check.py",
+        "v01",
+        "v03",
+        *("--cases", "gqa,ragged", "--seed", "7", "--backend", "cpu", "--sanitize"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["bench"], "-m common bench"),
+        (["bench", "EXPERIMENTS=1"], "-m common bench --experiments"),
+        (["worklog"], "-m common.worklog"),
+        (["worklog", "CHECK=1"], "-m common.worklog --check"),
+        (["test"], "-m pytest"),
+    ],
+)
+def test_python_makes_no_environment(arguments, command):
+    run = make("-n", *arguments, f"PYTHON={sys.executable}")
+    assert run.stdout.split() == [sys.executable, *command.split()]
+
+
+@pytest.mark.parametrize("name", ["99", "v4x", "steps/none.cu", "none.patch"])
+def test_unknown_step_is_one_clear_line(name):
+    run = common("step", name)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: no ")
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_bench_without_a_gpu_is_one_clear_line():
+    run = common("bench", CUDA_VISIBLE_DEVICES="")
+    assert run.returncode == 2
+    assert run.stderr == "error: nothing can be timed: there is no CUDA device\n"

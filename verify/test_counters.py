@@ -1,0 +1,40 @@
+"""Reading ncu's CSV page; collecting needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.counters import COUNTERS, METRICS, STALL, collect, parse, readable, top_stalls
+from common.step import find_step
+
+
+def _page(**values: str) -> list[str]:
+    """ncu's raw page of two kernels: every metric 1, but those named by COUNTERS's key."""
+    cells = dict.fromkeys(METRICS, "1")
+    cells |= {COUNTERS[name][0]: value for name, value in values.items()}
+    names = ["ID", "Kernel Name", *METRICS]
+    rows = [names, [""] * len(names)]
+    rows += [[str(i), f"attention_{i}(AttentionParams)", *cells.values()] for i in range(2)]
+    return [",".join(f'"{cell}"' for cell in row) for row in rows]
+
+
+def test_parse_knows_kernels_units_and_thousands() -> None:
+    kernels = readable(parse(_page(duration_ms="1,234,500", dram_read_gb="2000000000")))
+    assert list(kernels) == ["attention_0", "attention_1"]
+    assert kernels["attention_1"]["duration_ms"] == pytest.approx(1.2345)
+    assert kernels["attention_1"]["dram_read_gb"] == pytest.approx(2.0)
+
+
+def test_top_stalls_are_the_largest() -> None:
+    values = parse(_page())["attention_0"]
+    values[STALL.format("wait")] = 3.0
+    values[STALL.format("barrier")] = 2.0
+    assert top_stalls(values) == [("wait", 3.0), ("barrier", 2.0)]
+
+
+@pytest.mark.gpu
+def test_collect() -> None:
+    counters = readable(collect(find_step("v04")))
+    assert list(counters) == ["attention_forward"]
+    assert 0 < counters["attention_forward"]["fma_percent"] <= 100
+    assert counters["attention_forward"]["local_loads"] == 0

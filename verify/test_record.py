@@ -1,0 +1,101 @@
+"""Records: written whole or not at all, read with care, and tied to the source they measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.record import (
+    SCHEMA,
+    gpu_folder,
+    header_hashes,
+    is_stale,
+    read_records,
+    write_atomically,
+    write_record,
+)
+from common.step import all_steps, read_step
+from common.timing import summarize
+from verify.made_up import made_up_record
+
+STEP = all_steps()[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "folder"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 4090", "geforce_rtx_4090"),
+        ("NVIDIA A100-SXM4-80GB", "a100_sxm4_80gb"),
+        ("Tesla T4", "tesla_t4"),
+    ],
+)
+def test_gpu_folder(device, folder):
+    assert gpu_folder(device) == folder
+
+
+def test_summary_of_samples():
+    assert summarize([4.0, 1.0, 3.0, 2.0, 5.0]) == {
+        "time_ms": 3.0,
+        "time_p25_ms": 2.0,
+        "time_p75_ms": 4.0,
+    }
+    assert summarize([1.0, 2.0])["time_ms"] == 1.5
+
+
+def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "v01.json"
+    write_atomically(path, "old")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_record_survives_writing(tmp_path):
+    record = made_up_record(STEP)
+    write_record(tmp_path / "h200" / "v01.json", record)
+    assert read_records(tmp_path / "h200") == {"v01": record}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        '{"schema": 1',
+        "[]",
+        json.dumps({"schema": SCHEMA + 1}),
+        json.dumps({"schema": SCHEMA, "step": "v02"}),
+    ],
+)
+def test_unreadable_record_is_named_and_skipped(tmp_path, capsys, content):
+    write_record(tmp_path / "v01.json", made_up_record(STEP))
+    (tmp_path / "v02.json").write_text(content)
+    assert list(read_records(tmp_path)) == ["v01"]
+    assert "v02.json" in capsys.readouterr().err
+
+
+def test_header_hashes_follow_includes():
+    assert {"common/device/attention.cuh", "common/launch.h"} <= header_hashes(STEP).keys()
+
+
+def test_record_of_another_source_is_stale(tmp_path):
+    record = made_up_record(STEP)
+    assert not is_stale(record, STEP)
+    path = tmp_path / STEP.path.name
+    path.write_text(STEP.path.read_text() + "// one more line\n")
+    assert is_stale(record, read_step(path))
+
+
+def test_record_of_other_headers_is_stale():
+    record = made_up_record(STEP)
+    record["headers"] = {**record["headers"], "common/launch.h": "0" * 64}
+    assert is_stale(record, replace(STEP))
