@@ -98,7 +98,9 @@ def _walk(record: dict, keys: list[str], text: str) -> _Value:
     node: object = record | figures(record)
     for key in keys:
         if isinstance(node, str):  # "not collected"
-            break
+            raise _Unavailable(node)
+        if node is None:
+            raise _Unavailable(NOT_MEASURED)
         if not isinstance(node, dict):
             raise UsageError(f"'{text}': nothing is called '{key}' there")
         if "missing" in node:

@@ -81,7 +81,9 @@ def figures(record: dict) -> dict:
         "peak_memory_gb": record["peak_memory_bytes"] / 1e9,
         "least_gb": record["least_bytes"] / 1e9,
         "flops_per_byte": record["flops"] / record["least_bytes"],
-        "ncu": readable(record["counters"]) if isinstance(record["counters"], dict) else None,
+        "ncu": record["counters"]
+        if isinstance(record["counters"], str)  # "not collected"
+        else readable(record["counters"]),
         "memory_gb": {
             str(entry["seq"]): None if entry["bytes"] is None else entry["bytes"] / 1e9
             for entry in record["memory"]

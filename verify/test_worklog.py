@@ -205,6 +205,7 @@ def test_a_missing_file_is_named(root):
         ("v02.resources.attention_forward.dynamic_smem : ,", "2,048"),
         ("v02.environment.after.sm_clock_mhz", "1000"),
         ("v02.git.commit", "not collected"),
+        ("v02.ncu.attention_scores.cycles : .2e", "not collected"),
         ("v03.time_ms : .1f", "not measured"),
         ("v03.time_ms / v02.time_ms : .1f", "not measured"),
         ("peers.sdpa_cudnn.time_ms : .2f", "1.00"),
