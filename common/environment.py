@@ -12,6 +12,7 @@ from common.build import compiler_version, nvcc
 from common.step import ROOT
 
 NOT_COLLECTED = "not collected"
+SOURCES = (":/", ":!/profiles", ":!/README.md", ":!/worklog.md")  # what is not generated
 
 # Bits of nvmlDeviceGetCurrentClocksEventReasons.
 _THROTTLE_REASONS = {
@@ -79,7 +80,10 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict | str:
-    """The commit and whether tracked files differ from it; "not collected" outside a repository."""
+    """The commit, and whether tracked files other than the generated ones differ from it.
+
+    "not collected" outside a repository.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
@@ -88,7 +92,7 @@ def git_state() -> dict | str:
     try:
         return {
             "commit": git("rev-parse", "HEAD"),
-            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no", "--", *SOURCES)),
         }
     except (OSError, subprocess.CalledProcessError):
         return NOT_COLLECTED
