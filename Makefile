@@ -8,8 +8,8 @@ else
     PY := .venv/bin/python
     CLANG_FORMAT := .venv/bin/clang-format
     # PyCUDA needs the driver to run, and the toolkit's nvcc on PATH while pip builds it.
-    export PATH := $(PATH):$(or $(CUDA_HOME),/usr/local/cuda)/bin
-    GPU := $(shell python3 -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null && command -v nvcc)
+    CUDA_PATH := $(PATH):$(or $(CUDA_HOME),/usr/local/cuda)/bin
+    GPU := $(shell python3 -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null && PATH="$(CUDA_PATH)" command -v nvcc)
     REQUIREMENTS := requirements.txt $(if $(GPU),requirements-gpu.txt)
     READY := .venv/.ready$(if $(GPU),-gpu)
 endif
@@ -22,7 +22,7 @@ CXX_FILES = $$(find steps common verify -name '*.cu' -o -name '*.cuh' -o -name '
 
 help:  ## this list
 	@echo 'Usage: make TARGET [PYTHON=python3]'
-	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' Makefile | expand -t 12
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-9s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY)  ## make .venv from the pinned requirements
 
@@ -30,7 +30,7 @@ setup: $(READY)  ## make .venv from the pinned requirements
 .venv/.ready .venv/.ready-gpu: requirements.txt requirements-gpu.txt
 	rm -f .venv/.ready*
 	python3 -m venv .venv
-	.venv/bin/python -m pip install $(foreach file,$(REQUIREMENTS),-r $(file))
+	PATH="$(CUDA_PATH)" .venv/bin/python -m pip install $(foreach file,$(REQUIREMENTS),-r $(file))
 	touch $@
 
 ifneq ($(filter step profile,$(MAKECMDGOALS)),)

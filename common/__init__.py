@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from common.backend import DTYPE_NAMES, Backend
+from common.backend import DTYPE_NAMES, Backend, run
 from common.errors import UsageError
 from common.launch import check_alignment
 from common.step import Specialization, Step, all_steps, find_step
@@ -47,16 +47,12 @@ def attention(
     _validate(q, k, v)
     backend = _backend(q.device)
     spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], bool(causal))
-    o = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    chosen = find_step(step) if step is not None else _highest_step(backend, spec, q, k, v, o)
-    backend.forward(
-        chosen,
+    o, lse = run(
+        backend,
+        find_step(step) if step is not None else _highest_step(backend, spec, q, k, v),
         q,
         k,
         v,
-        o,
-        lse,
         causal=spec.causal,
         softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
     )
@@ -113,14 +109,14 @@ def _backend(device: torch.device) -> Backend:
     return CpuBackend()
 
 
-def _highest_step(backend: Backend, spec: Specialization, q, k, v, o) -> Step:
+def _highest_step(backend: Backend, spec: Specialization, q, k, v) -> Step:
     refusals = []
     for step in reversed(all_steps()):
         reason = backend.refusal(step, spec)
         if reason is None:
             alignment = backend.descriptor(step, spec).alignment
             try:
-                check_alignment(step.name, alignment, q=q, k=k, v=v, o=o)
+                check_alignment(step.name, alignment, q=q, k=k, v=v)
                 return step
             except UsageError as error:
                 reason = str(error)

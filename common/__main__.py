@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import torch
 
-from common import gpu
 from common.build import build_cubin, parse_resources
 from common.counters import collect
 from common.errors import UsageError
+from common.gpu import GpuBackend
 from common.profile import load_profile
 from common.record import PROFILES_DIR, gpu_folder, is_stale, read_records, write_record
 from common.step import ROOT, Specialization, Step, all_steps, find_step
@@ -31,7 +32,7 @@ def run_step(name: str) -> int:
     step = find_step(name)
     if step not in all_steps():
         raise UsageError(f"'{name}' is not in steps/: make check STEPS={name} checks it")
-    print(f"{step.name}: {step.title}", flush=True)
+    print(f"{step.name}: {step.title}\n\nchange: {step.change}\nwhy: {step.why}\n", flush=True)
     if not check_steps([step]):
         return 1
     obstacle = _why_not_timed(step)
@@ -60,9 +61,9 @@ def run_step(name: str) -> int:
 
 def _why_not_timed(step: Step) -> str | None:
     """None where there is a GPU that runs the step."""
-    if not gpu.available():
+    if not torch.cuda.is_available():
         return "there is no CUDA device"
-    return gpu.GpuBackend().refusal(step, find_cases(["headline"])[0].specialization)
+    return GpuBackend().refusal(step, find_cases(["headline"])[0].specialization)
 
 
 def _report_regenerated() -> None:
@@ -72,7 +73,7 @@ def _report_regenerated() -> None:
 
 def bench(experiments: bool) -> int:
     """Measures all steps, or all experiments beside their steps, in one run."""
-    if not gpu.available():
+    if not torch.cuda.is_available():
         raise UsageError("nothing can be timed: there is no CUDA device")
     from common.measure import experiment_candidates, measure, step_candidate
 
@@ -93,7 +94,7 @@ def bench(experiments: bool) -> int:
 def profile(name: str) -> int:
     """Adds ncu's counters to the record of one step."""
     step = find_step(name)
-    if not gpu.available():
+    if not torch.cuda.is_available():
         raise UsageError("nothing can be profiled: there is no CUDA device")
     path = PROFILES_DIR / gpu_folder(torch.cuda.get_device_name()) / f"{step.name}.json"
     record = read_records(path.parent).get(step.name)
@@ -109,11 +110,12 @@ def profile(name: str) -> int:
 def compile_all() -> int:
     """Compiles every step for its lowest architecture and Hopper; fails on local memory."""
     jobs = [
-        (step, Specialization(head_dim, "bf16", causal=False), arch)
+        (step, Specialization(head_dim, dtype, causal), arch)
         for step in all_steps()
         for arch in dict.fromkeys((step.limits.arch, HOPPER))
         if not (step.limits.arch.endswith("a") and arch == HOPPER)
-        for head_dim in (64, 128)
+        for head_dim, dtype, causal in product((64, 128, 256), ("bf16", "fp32"), (False, True))
+        if arch == HOPPER or (head_dim, dtype, causal) == (128, "bf16", False)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         builds = list(pool.map(lambda job: build_cubin(*job), jobs))
@@ -125,7 +127,7 @@ def compile_all() -> int:
                 step.name,
                 kernel,
                 arch,
-                spec.head_dim,
+                spec,
                 r.registers,
                 r.static_smem,
                 r.stack_bytes,
@@ -133,12 +135,12 @@ def compile_all() -> int:
             )
             rows.append([str(cell) for cell in row])
             if step.name >= FIRST_WITHOUT_LOCAL_MEMORY and (r.stack_bytes or spills):
-                offenders.append(f"{step.name} {kernel} {arch} head_dim {spec.head_dim}")
+                offenders.append(f"{step.name} {kernel} {arch} {spec}")
     columns = [
         "step",
         "kernel",
         "arch",
-        ">head_dim",
+        "specialization",
         ">registers",
         ">static smem",
         ">stack bytes",

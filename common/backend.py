@@ -47,3 +47,22 @@ class Backend(Protocol):
         contiguous. The arguments agree with each other (common.attention and verify/ see to that).
         Raises UsageError where the step cannot run them.
         """
+
+
+def run(
+    backend: Backend,
+    step: Step,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Backend.forward into a new o, laid out like q where that leaves its rows whole, and lse."""
+    o = torch.empty_like(q)
+    if o.stride(-1) != 1:  # q's axes overlap
+        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    backend.forward(step, q, k, v, o, lse, causal=causal, softmax_scale=softmax_scale)
+    return o, lse

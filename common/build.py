@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,9 @@ from common.errors import UsageError
 from common.step import ROOT, Specialization, Step
 
 BUILD_DIR = ROOT / "build"
+DEVICE_DIR = ROOT / "common" / "device"
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -69,20 +73,32 @@ def compiler_version(compiler: str) -> str:
     ).stdout.strip()
 
 
-def compile_cached(
-    command: list[str], step_path: Path, include_dirs: list[Path], name: str
-) -> Build:
-    """Runs `command step_path -o build/<name>-<hash>` unless that output is there already.
+def included_headers(source: Path, include_dir: Path) -> list[Path]:
+    """The headers that a source includes in quotation marks, directly or not."""
+    found: set[Path] = set()
 
-    The hash covers the command, the compiler's version, the step, launch.h and every header in
-    include_dirs. Raises UsageError with the compiler's first error.
+    def visit(path: Path) -> None:
+        for name in _INCLUDE.findall(path.read_text()):
+            header = next(
+                (p for p in (path.parent / name, include_dir / name) if p.is_file()), None
+            )
+            if header and header.resolve() not in found:
+                found.add(header.resolve())
+                visit(header)
+
+    visit(source)
+    return sorted(found)
+
+
+def compile_cached(command: list[str], step_path: Path, include_dir: Path, name: str) -> Build:
+    """Runs `command step_path -I include_dir -o build/<name>-<hash>`, or finds that output.
+
+    The hash covers the command, the compiler's version, the step and the headers it includes.
+    Raises UsageError with the compiler's first error.
     """
-    headers = [ROOT / "common" / "launch.h"]
-    headers += [
-        path for folder in include_dirs for path in sorted(folder.rglob("*")) if path.is_file()
-    ]
+    command = [*command, f"-I{include_dir}", str(step_path)]
     key = hashlib.sha256("\0".join([*command, compiler_version(command[0])]).encode())
-    for path in (step_path, *headers):
+    for path in (step_path, *included_headers(step_path, include_dir)):
         key.update(path.name.encode() + b"\0" + path.read_bytes())
     suffix = "".join(Path(name).suffixes)
     output = BUILD_DIR / f"{name.removesuffix(suffix)}-{key.hexdigest()[:16]}{suffix}"
@@ -90,10 +106,9 @@ def compile_cached(
     if output.exists() and log.exists():
         return Build(output, log.read_text())
     BUILD_DIR.mkdir(exist_ok=True)
-    unfinished = output.with_name(f"{output.name}.{os.getpid()}.{id(key)}.tmp")
-    run = subprocess.run(
-        [*command, str(step_path), "-o", str(unfinished)], capture_output=True, text=True
-    )
+    mine = f"{os.getpid()}.{threading.get_ident()}.tmp"
+    unfinished, unfinished_log = (path.with_name(f"{path.name}.{mine}") for path in (output, log))
+    run = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
     if run.returncode:
         unfinished.unlink(missing_ok=True)
         said = output.with_suffix(".errors.txt")
@@ -103,13 +118,15 @@ def compile_cached(
             f"{Path(command[0]).name} cannot compile {step_path.name}: {errors[0]} "
             f"(all it says: {said.relative_to(ROOT)})"
         )
-    log.write_text(run.stderr + run.stdout)
-    unfinished.rename(output)
+    # The log first: where there is an output, its log is whole.
+    unfinished_log.write_text(run.stderr + run.stdout)
+    unfinished_log.replace(log)
+    unfinished.replace(output)
     return Build(output, run.stderr + run.stdout)
 
 
-def cubin_command(step: Step, spec: Specialization, arch: str) -> list[str]:
-    """nvcc's command line for one architecture, e.g. "sm_90", without source and output."""
+def cubin_command(spec: Specialization, arch: str) -> list[str]:
+    """nvcc's command line for one architecture, e.g. "sm_90", but for the files and folders."""
     return [
         nvcc(),
         "-cubin",
@@ -118,7 +135,6 @@ def cubin_command(step: Step, spec: Specialization, arch: str) -> list[str]:
         "-lineinfo",
         f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}",
         "-Xptxas=-v",
-        f"-I{ROOT / 'common' / 'device'}",
         f"-DHEAD_DIM={spec.head_dim}",
         f"-DELEMENT={spec.dtype}",
         f"-DCAUSAL={int(spec.causal)}",
@@ -128,12 +144,8 @@ def cubin_command(step: Step, spec: Specialization, arch: str) -> list[str]:
 def build_cubin(step: Step, spec: Specialization, arch: str) -> Build:
     """Compiles a step for one architecture. Raises UsageError where its limits exclude spec."""
     step.require(spec)
-    return compile_cached(
-        cubin_command(step, spec, arch),
-        step.path,
-        [ROOT / "common" / "device"],
-        f"{step.name}_{spec}_{arch}.cubin",
-    )
+    name = f"{step.name}_{spec}_{arch}.cubin"
+    return compile_cached(cubin_command(spec, arch), step.path, DEVICE_DIR, name)
 
 
 def parse_resources(log: str) -> dict[str, Resources]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from common.backend import run
 from common.build import nvcc
 from common.errors import UsageError
 from common.step import ROOT, Step, find_step
@@ -64,7 +65,7 @@ METRICS = (
 )
 
 
-def collect(step: Step) -> dict[str, dict[str, float]]:
+def collect(step: Step) -> dict[str, dict[str, float | None]]:
     """ncu's METRICS of each kernel of the step, by kernel and metric name, in base units.
 
     Raises UsageError where ncu is missing or may not read the counters.
@@ -75,38 +76,48 @@ def collect(step: Step) -> dict[str, dict[str, float]]:
     command = [ncu, "--clock-control", "none", "--kernel-name", "regex:^attention_"]
     command += ["--metrics", ",".join(METRICS), "--csv", "--page", "raw", "--print-units", "base"]
     command += [sys.executable, "-m", "common.counters", str(step.path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    lines = run.stdout.splitlines()
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    lines = ended.stdout.splitlines()
     table = [line for line in lines if line.startswith('"')]
-    if run.returncode or not table:
-        said = [line for line in lines + run.stderr.splitlines() if "error" in line.lower()]
+    if ended.returncode or not table:
+        said = [line for line in lines + ended.stderr.splitlines() if "error" in line.lower()]
         raise UsageError(f"ncu collected nothing: {' '.join(said[:2]) or 'it does not say why'}")
     return parse(table)
 
 
-def parse(table: list[str]) -> dict[str, dict[str, float]]:
+def parse(table: list[str]) -> dict[str, dict[str, float | None]]:
     """From the lines of ncu's raw CSV page: a row of names, one of units, then one a kernel."""
     names, _, *rows = csv.reader(table)
     kernels = {}
     for row in rows:
         cells = dict(zip(names, row, strict=True))
         kernels[cells["Kernel Name"].partition("(")[0]] = {
-            metric: float(cells[metric].replace(",", "")) for metric in METRICS
+            metric: _number(cells[metric]) for metric in METRICS
         }
     return kernels
 
 
-def readable(counters: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell.replace(",", ""))
+    except ValueError:  # "n/a": this card does not count it
+        return None
+
+
+def readable(counters: dict[str, dict]) -> dict[str, dict[str, float | None]]:
     """The counters of each kernel under the names and in the units of COUNTERS."""
     return {
-        kernel: {name: values[metric] * factor for name, (metric, factor) in COUNTERS.items()}
+        kernel: {
+            name: None if values[metric] is None else values[metric] * factor
+            for name, (metric, factor) in COUNTERS.items()
+        }
         for kernel, values in counters.items()
     }
 
 
-def top_stalls(values: dict[str, float], count: int = 2) -> list[tuple[str, float]]:
+def top_stalls(values: dict[str, float | None], count: int = 2) -> list[tuple[str, float]]:
     """The commonest reasons why a kernel's warps waited: warps stalled a cycle that issues."""
-    stalls = [(reason, values[STALL.format(reason)]) for reason in STALL_REASONS]
+    stalls = [(reason, values[STALL.format(reason)] or 0.0) for reason in STALL_REASONS]
     return sorted(stalls, key=lambda stall: -stall[1])[:count]
 
 
@@ -115,10 +126,8 @@ def _run_once(step: Step) -> None:
 
     backend = GpuBackend()
     case = find_cases(["headline"])[0]
-    q, k, v = case.make(backend.device)
-    o = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    backend.forward(step, q, k, v, o, lse, causal=case.causal, softmax_scale=case.scale)
+    inputs = case.make(backend.device)
+    run(backend, step, *inputs, causal=case.causal, softmax_scale=case.scale)
     torch.cuda.synchronize()
 
 

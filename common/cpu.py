@@ -22,7 +22,7 @@ import torch
 
 from common.backend import DTYPE_NAMES
 from common.build import compile_cached, host_compiler
-from common.errors import UsageError
+from common.errors import NotEnoughMemoryError
 from common.launch import LaunchDescriptor, Sizes, check_alignment, evaluate, pack, strides
 from common.step import ROOT, Specialization, Step
 
@@ -104,13 +104,12 @@ class CpuBackend:
             host_compiler(),
             *COMMON_FLAGS,
             *(SANITIZED_FLAGS if self.sanitize else CHECKED_FLAGS),
-            f"-I{SIMT_DIR}",
             f"-DHEAD_DIM={spec.head_dim}",
             f"-DELEMENT={spec.dtype}",
             f"-DCAUSAL={int(spec.causal)}",
         ]
         name = f"{step.path.stem}_{spec}_simt{'_sanitize' if self.sanitize else ''}"
-        return compile_cached(command, step.path, [SIMT_DIR], name).path
+        return compile_cached(command, step.path, SIMT_DIR, name).path
 
     def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
         return _read_descriptor(self.build(step, spec))
@@ -227,12 +226,12 @@ def _time_limit_s(q: torch.Tensor, k: torch.Tensor) -> int:
 
 
 def _check_memory(step: Step, workspace_bytes: int) -> None:
-    """Raises UsageError where the workspaces do not fit into memory."""
+    """Raises NotEnoughMemoryError where the workspaces do not fit."""
     available = _available_bytes()
     if workspace_bytes > available:
-        raise UsageError(
-            f"{step.name} needs {workspace_bytes} bytes of workspace, {available} are free: use "
-            f"shorter sequences, or a step that does not store the scores (v03 on)"
+        raise NotEnoughMemoryError(
+            f"{step.name} needs a workspace of {workspace_bytes} bytes, and {available} are free: "
+            "use shorter sequences, or a step that stores no scores"
         )
 
 

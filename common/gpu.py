@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from dataclasses import dataclass, replace
@@ -11,16 +12,12 @@ import torch
 
 from common.backend import DTYPE_NAMES
 from common.build import Build, Resources, build_cubin, cubin_command, nvcc, parse_resources
-from common.errors import UsageError
+from common.errors import NotEnoughMemoryError, UsageError
 from common.launch import AttentionParams, LaunchDescriptor, Sizes, check_alignment, evaluate, pack
 from common.step import Specialization, Step
 
-STATIC_SMEM_LIMIT = 48 * 1024  # a kernel that wants more must say so before its launch
-
-
-def available() -> bool:
-    """Whether torch sees a CUDA device."""
-    return torch.cuda.is_available()
+DEFAULT_SMEM_LIMIT = 48 * 1024  # dynamic; a kernel that wants more must say so before its launch
+POISON = 0xFF  # a byte of a NaN in every dtype
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,16 @@ class _Module:
 class GpuBackend:
     """Runs steps on one CUDA device, torch's current one unless told.
 
-    Raises UsageError where PyCUDA, nvcc or a CUDA device is missing.
+    The first call of a specialization compiles and loads it, which cannot happen while a CUDA graph
+    is captured. poison fills workspaces with NaN before each call, so that a check sees what a step
+    reads without having written it. Raises UsageError where PyCUDA, nvcc or a CUDA device is
+    missing.
     """
 
     name = "gpu"
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        if not available():
+    def __init__(self, device: torch.device | None = None, *, poison: bool = False) -> None:
+        if not torch.cuda.is_available():
             raise UsageError("no CUDA device: use the cpu backend")
         try:
             import pycuda.driver as driver
@@ -64,7 +64,8 @@ class GpuBackend:
         )
         self._modules: dict[tuple[Step, Specialization], _Module] = {}
         self._lock = threading.Lock()
-        self._stream = None
+        self._streams: dict[int, object] = {}  # of PyCUDA's, by the handle of torch's stream
+        self._poison = poison
 
     def refusal(self, step: Step, spec: Specialization) -> str | None:
         reason = step.limits.refusal(spec) or step.limits.arch_refusal(self._capability)
@@ -84,7 +85,7 @@ class GpuBackend:
         return step.limits.arch if exact else "sm_{}{}".format(*self._capability)
 
     def compile_command(self, step: Step, spec: Specialization) -> list[str]:
-        return cubin_command(step, spec, self.arch(step))
+        return cubin_command(spec, self.arch(step))
 
     def build(self, step: Step, spec: Specialization) -> Path:
         return build_cubin(step, spec, self.arch(step)).path
@@ -116,7 +117,7 @@ class GpuBackend:
         plan = evaluate(module.descriptor, Sizes.of(q, k))
         check_alignment(step.name, plan.alignment, q=q, k=k, v=v, o=o)
         # Freed on return, and reused by torch only for work later on the same stream.
-        workspace = [self._allocate(step, bytes_) for bytes_ in plan.workspace_bytes]
+        workspace = self._allocate(step, plan.workspace_bytes)
         addresses = {
             name: tensor.data_ptr()
             for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse))
@@ -124,16 +125,8 @@ class GpuBackend:
         params = bytes(
             pack(q, k, v, o, addresses, [w.data_ptr() for w in workspace], softmax_scale)
         )
-        with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
-            self._context.push()
+        with torch.cuda.device(self.device), self._launch_stream() as stream:
             try:
-                # PyCUDA cannot launch on a stream that it did not make. torch's default stream is
-                # its None; any other waits for a stream of PyCUDA's, which waited for it.
-                stream = None
-                if current.cuda_stream:
-                    stream = self._stream = self._stream or self._driver.Stream()
-                    torch.cuda.ExternalStream(stream.handle).wait_stream(current)
                 for kernel in plan.kernels:
                     module.functions[kernel.name].prepared_async_call(
                         (kernel.blocks, 1, 1),
@@ -142,28 +135,56 @@ class GpuBackend:
                         params,
                         shared_size=kernel.smem_bytes,
                     )
-                if stream is not None:
-                    current.wait_stream(torch.cuda.ExternalStream(stream.handle))
             except self._driver.Error as error:
                 raise RuntimeError(f"{step.name} cannot be launched: {error}") from None
-            finally:
-                self._driver.Context.pop()
 
-    def _allocate(self, step: Step, bytes_: int) -> torch.Tensor:
+    @contextlib.contextmanager
+    def _launch_stream(self):
+        """A stream for PyCUDA that is in order with torch's current one.
+
+        PyCUDA cannot launch on a stream that it did not make. torch's default stream is its None;
+        any other waits for a stream of PyCUDA's, which waited for it.
+        """
+        current = torch.cuda.current_stream()
+        self._context.push()
         try:
-            return torch.empty(bytes_, dtype=torch.uint8, device=self.device)
+            if not current.cuda_stream:
+                yield None
+                return
+            stream = self._streams.get(current.cuda_stream)
+            if stream is None:
+                stream = self._streams[current.cuda_stream] = self._driver.Stream()
+            beside = torch.cuda.ExternalStream(stream.handle)
+            beside.wait_stream(current)
+            try:
+                yield stream
+            finally:
+                current.wait_stream(beside)
+        finally:
+            self._driver.Context.pop()
+
+    def _allocate(self, step: Step, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+        try:
+            workspace = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
         except torch.OutOfMemoryError:
-            free = torch.cuda.mem_get_info(self.device)[0]
-            raise UsageError(
-                f"{step.name} needs a workspace of {bytes_} bytes, and {free} bytes are free: use "
-                "a shorter sequence, a smaller batch, or a step from v03 on, which needs none"
+            cached = torch.cuda.memory_reserved(self.device)
+            cached -= torch.cuda.memory_allocated(self.device)
+            free = torch.cuda.mem_get_info(self.device)[0] + cached
+            raise NotEnoughMemoryError(
+                f"{step.name} needs a workspace of {sum(sizes)} bytes, and {free} are free: use "
+                "shorter sequences, or a step that stores no scores"
             ) from None
+        if self._poison:
+            for part in workspace:
+                part.fill_(POISON)
+        return workspace
 
     def _module(self, step: Step, spec: Specialization) -> _Module:
         if (step, spec) not in self._modules:
             build = build_cubin(step, spec, self.arch(step))
             with self._lock:
-                self._modules[step, spec] = self._load(build)
+                if (step, spec) not in self._modules:
+                    self._modules[step, spec] = self._load(build)
         return self._modules[step, spec]
 
     def _load(self, build: Build) -> _Module:
@@ -183,7 +204,7 @@ class GpuBackend:
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
                 functions[name] = function = module.get_function(name)
                 function.prepare([f"{ctypes.sizeof(AttentionParams)}s"])
-                if STATIC_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
+                if DEFAULT_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
                     function.set_attribute(
                         self._driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES,
                         kernel.smem_bytes,

@@ -140,7 +140,7 @@ def check_alignment(step_name: str, alignment: int, **tensors) -> None:
             if value % alignment:
                 raise UsageError(
                     f"{step_name} reads {alignment} bytes at a time, and the {what} of {name} is "
-                    f"not a multiple of {alignment} bytes: pass {name}.clone(), or use v01"
+                    f"not a multiple of {alignment} bytes: pass {name}.clone()"
                 )
 
 

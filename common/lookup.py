@@ -64,6 +64,8 @@ def _combine(left: _Value, operator: str, right: _Value) -> _Value:
             raise _Unavailable(value.number)
     if left.run and right.run and left.run != right.run:
         raise _Unavailable("not measured together")
+    if operator == "/" and right.number == 0:
+        raise _Unavailable("undefined: a division by zero")
     number = left.number * right.number if operator == "*" else left.number / right.number
     return _Value(number, left.run or right.run)
 

@@ -22,10 +22,12 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from common.backend import run
 from common.environment import NOT_COLLECTED, device_state, git_state, versions
 from common.errors import UsageError
 from common.gpu import GpuBackend
@@ -99,7 +101,8 @@ def measure(candidates: Sequence[Candidate]) -> list[Path]:
     refusals = []
     for step in steps:
         try:
-            trials[step.name] = _try(lambda step=step: _run(backend, step, case, q, k, v), oracle)
+            call = partial(run, backend, step, q, k, v, **_arguments(case))
+            trials[step.name] = _try(call, oracle)
         except UsageError as refusal:
             refusals.append(f"{step.name} is not measured: {refusal}")
     # A step is worth measuring without the one before it; an experiment is not without its step.
@@ -121,6 +124,11 @@ def measure(candidates: Sequence[Candidate]) -> list[Path]:
         name: _try(peer.forward, oracle) for name, peer in peers.items() if isinstance(peer, Peer)
     }
 
+    # Sources as they are built and loaded by now, not as they may be when the last round is over.
+    descriptions = {
+        candidate.step: _description(candidate, backend, case) for candidate in candidates
+    }
+    git = git_state()
     before = device_state()
     samples = time_interleaved({name: trial.call for name, trial in trials.items()})
     after = device_state()
@@ -130,7 +138,7 @@ def measure(candidates: Sequence[Candidate]) -> list[Path]:
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     shared = {
         "run": f"{now} {secrets.token_hex(4)}",
-        "git": git_state(),
+        "git": git,
         **versions(),
         "environment": {"before": before, "after": after},
         "shape": {
@@ -153,11 +161,16 @@ def measure(candidates: Sequence[Candidate]) -> list[Path]:
         path = PROFILES_DIR / gpu_folder(shared["device"]) / candidate.record
         record = {
             "schema": SCHEMA,
-            **_description(candidate, backend, case),
+            **descriptions[candidate.step],
             **shared,
             **outcomes[candidate.step.name],
             "memory": memory[candidate.step],
-            "baseline": {"step": baseline.name, **outcomes[baseline.name]}
+            "baseline": {
+                "step": baseline.name,
+                "source_sha256": baseline.source_sha256,
+                "headers": header_hashes(baseline),
+                **outcomes[baseline.name],
+            }
             if baseline and baseline.name in outcomes
             else None,
             "counters": _counters_so_far(path, candidate.step),
@@ -188,14 +201,8 @@ def _try(call: Callable[[], object], oracle: tuple[torch.Tensor, torch.Tensor]) 
     return _Trial(call, _errors(outputs, oracle), peak_memory_bytes)
 
 
-def _run(
-    backend: GpuBackend, step: Step, case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One call as a user makes it, outputs allocated."""
-    o = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    backend.forward(step, q, k, v, o, lse, causal=case.causal, softmax_scale=case.scale)
-    return o, lse
+def _arguments(case: Case) -> dict:
+    return {"causal": case.causal, "softmax_scale": case.scale}
 
 
 def _peak_memory(call: Callable[[], object]) -> tuple[object, int]:
@@ -219,7 +226,7 @@ def _memory_over_seq(backend: GpuBackend, step: Step, case: Case) -> list[dict]:
             for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
         )
         try:
-            _, size = _peak_memory(lambda q=q, k=k, v=v: _run(backend, step, case, q, k, v))
+            _, size = _peak_memory(partial(run, backend, step, q, k, v, **_arguments(case)))
             entries.append({"seq": seq, "bytes": size})
         except UsageError as error:
             entries.append({"seq": seq, "bytes": None, "reason": str(error)})

@@ -37,7 +37,11 @@ def load_profile(folder: Path, root: Path) -> Profile:
     steps = all_steps()
     patches = tuple(read_patch(path) for path in sorted((root / "experiments").glob("*.patch")))
     names = {step.name for step in steps}
-    records = {name: record for name, record in read_records(folder).items() if name in names}
+    records = {
+        name: _without_changed_baseline(record, steps)
+        for name, record in read_records(folder).items()
+        if name in names
+    }
     names = {patch.name for patch in patches}
     experiments = {
         name: record
@@ -53,6 +57,15 @@ def load_profile(folder: Path, root: Path) -> Profile:
         if patch.name in experiments and _is_stale(experiments, patch)
     }
     return Profile(folder, steps, patches, records, experiments, frozenset(stale))
+
+
+def _without_changed_baseline(record: dict, steps: tuple[Step, ...]) -> dict:
+    """A gain over a step that has changed since says nothing."""
+    baseline = record["baseline"]
+    now = {step.name: step for step in steps}
+    if baseline and (baseline["step"] not in now or is_stale(baseline, now[baseline["step"]])):
+        return record | {"baseline": None}
+    return record
 
 
 def _is_stale(experiments: dict[str, dict], patch: Patch) -> bool:

@@ -9,13 +9,13 @@ import re
 import sys
 from pathlib import Path
 
+from common.build import DEVICE_DIR, included_headers
 from common.step import ROOT, Step
 
 SCHEMA = 1
 PROFILES_DIR = ROOT / "profiles"
 
 _VENDORS = {"nvidia"}
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 def gpu_folder(device: str) -> str:
@@ -25,24 +25,13 @@ def gpu_folder(device: str) -> str:
 
 
 def header_hashes(step: Step) -> dict[str, str]:
-    """SHA-256 of this project's headers that the step includes, directly or not, by path."""
-    hashes: dict[str, str] = {}
-
-    def visit(path: Path) -> None:
-        for name in _INCLUDE.findall(path.read_text()):
-            for folder in (path.parent, ROOT / "common" / "device"):
-                header = (folder / name).resolve()
-                if header.is_file():
-                    break
-            else:
-                continue
-            key = header.relative_to(ROOT).as_posix()
-            if key not in hashes:
-                hashes[key] = hashlib.sha256(header.read_bytes()).hexdigest()
-                visit(header)
-
-    visit(step.path)
-    return dict(sorted(hashes.items()))
+    """SHA-256 of the headers that the step includes on a GPU, by path from the project's root."""
+    return {
+        Path(os.path.relpath(header, ROOT)).as_posix(): hashlib.sha256(
+            header.read_bytes()
+        ).hexdigest()
+        for header in included_headers(step.path, DEVICE_DIR)
+    }
 
 
 def is_stale(record: dict, step: Step) -> bool:

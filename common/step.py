@@ -72,10 +72,7 @@ class Step:
     change: str
     why: str
     limits: Limits
-
-    @property
-    def source_sha256(self) -> str:
-        return hashlib.sha256(self.path.read_bytes()).hexdigest()
+    source_sha256: str
 
     def require(self, spec: Specialization) -> None:
         """Raises UsageError where the step cannot run spec."""
@@ -118,6 +115,7 @@ def read_step(path: Path) -> Step:
         title=title[2],
         change=fields["change"],
         why=fields["why"],
+        source_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
         limits=Limits(
             dtypes=tuple(limits["dtypes"].split(", ")),
             lowest_head_dim=int(limits["lowest"]),

@@ -222,9 +222,28 @@ def resources(profile: Profile, step: str) -> str:
 def counters(profile: Profile) -> str:
     """A row a kernel of each step: what Nsight Compute counted."""
     columns = ["Kernel", ">Duration (ms)", ">Cycles", ">SM %", ">Memory %", ">Tensor %", ">XU %"]
-    columns += [">FMA %", ">LSU %", ">L1 data %", ">Occupancy %", ">Issue %", ">DRAM (GB)"]
-    columns += [">L2 (GB)", ">Bank conflicts", ">Local accesses", "Top stalls"]
+    columns += [">FMA %", ">LSU %", ">L1 data %", ">Occupancy %", ">Issue %", ">DRAM read (GB)"]
+    columns += [
+        ">DRAM written (GB)",
+        ">L2 (GB)",
+        ">Bank conflicts",
+        ">Local loads",
+        ">Local stores",
+    ]
+    columns += ["Top stalls"]
+
+    def cell(value: float | None, form: str) -> str:
+        return "n/a" if value is None else format(value, form)
+
     percents = ["sm", "memory", "tensor", "xu", "fma", "lsu", "l1_data", "occupancy", "issue"]
+    numbers = [
+        "dram_read_gb",
+        "dram_write_gb",
+        "l2_gb",
+        "bank_conflicts",
+        "local_loads",
+        "local_stores",
+    ]
     rows = []
     for step, record in profile.records.items():
         collected = record["counters"]
@@ -236,13 +255,10 @@ def counters(profile: Profile) -> str:
             rows.append(
                 [
                     f"{step} `{kernel}`",
-                    f"{c['duration_ms']:.4g}",
-                    f"{c['cycles']:.3g}",
-                    *(f"{c[name + '_percent']:.0f}" for name in percents),
-                    f"{c['dram_read_gb'] + c['dram_write_gb']:.3g}",
-                    f"{c['l2_gb']:.3g}",
-                    f"{c['bank_conflicts']:.3g}",
-                    f"{c['local_loads'] + c['local_stores']:.3g}",
+                    cell(c["duration_ms"], ".4g"),
+                    cell(c["cycles"], ".3g"),
+                    *(cell(c[f"{name}_percent"], ".0f") for name in percents),
+                    *(cell(c[name], ".3g") for name in numbers),
                     ", ".join(f"{why} {n:.1f}" for why, n in top_stalls(collected[kernel])),
                 ]
             )

@@ -85,7 +85,8 @@ extern "C" __global__ void attention_softmax(const __grid_constant__ AttentionPa
 }
 
 // O = P V  [batch, heads, seq_q, HEAD_DIM]
-extern "C" __global__ void attention_output(const __grid_constant__ AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(HEAD_DIM* ROWS)
+    attention_output(const __grid_constant__ AttentionParams p) {
     const int q_blocks = (p.seq_q + ROWS - 1) / ROWS;
     const int d = threadIdx.x % HEAD_DIM;
     const int i = blockIdx.x % q_blocks * ROWS + threadIdx.x / HEAD_DIM;

@@ -235,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(OUTPUT_THREADS)
             const float b[4] = {tile.v[j][d], tile.v[j + 1][d], tile.v[j + 2][d], tile.v[j + 3][d]};
 #pragma unroll
             for (int i = 0; i < STRIP; ++i) {
-                const float4 a = load_float4(&tile.p[row + i][j]);  // the same for the whole warp
+                const float4 a = load_float4(&tile.p[row + i][j]);  // the same for the whole row
                 o[i] += a.x * b[0] + a.y * b[1] + a.z * b[2] + a.w * b[3];
             }
         }

@@ -15,8 +15,8 @@ constexpr int NUM_THREADS = BLOCK_M;
 constexpr int BLOCKS_PER_SM = 2;  // one computes while the other loads
 
 struct SharedMemory {
-    // A thread reads its own row 16 bytes at a time; the padding puts eight rows in different
-    // banks.
+    // A thread reads its own row 16 bytes at a time; where HEAD_DIM is a multiple of 2 VEC, the
+    // padding puts eight rows in different banks.
     Element q[BLOCK_M][HEAD_DIM + VEC];
     // All threads read the same key at the same time: a broadcast, no padding needed.
     float k[BLOCK_N][HEAD_DIM];
@@ -33,12 +33,12 @@ __constant__ LaunchDescriptor launch_descriptor = {
 };
 }
 
-// VEC elements of row r from column d on, as floats; zeros past the last row. The load itself is
+// VEC elements of row r from column c on, as floats; zeros past the last row. The load itself is
 // not conditional (it reads the last row then), so that the compiler can issue the loads of a whole
 // tile before it waits for the first.
 __device__ void load_row(float (&x)[VEC], const Element* rows, int64_t stride, int num_rows, int r,
-                         int d) {
-    load_vector(x, rows + min(r, num_rows - 1) * stride + d);
+                         int c) {
+    load_vector(x, rows + min(r, num_rows - 1) * stride + c);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) x[i] = r < num_rows ? x[i] : 0.0f;
 }

@@ -32,7 +32,9 @@ struct SharedMemory {
     float q[HEAD_DIM][BLOCK_M];
     union {
         float k[HEAD_DIM][BLOCK_N];
-        float v[BLOCK_N][CHUNKS * 4 * LANES];  // takes the place of K
+        // Takes the place of K. What lies past HEAD_DIM is never written: it goes into columns of O
+        // that nobody writes out.
+        float v[BLOCK_N][CHUNKS * 4 * LANES];
     };
     float p[BLOCK_M][BLOCK_N + 4];
 };
@@ -47,12 +49,12 @@ __constant__ LaunchDescriptor launch_descriptor = {
 };
 }
 
-// VEC elements of row r from column d on, as floats; zeros past the last row. The load itself is
+// VEC elements of row r from column c on, as floats; zeros past the last row. The load itself is
 // not conditional (it reads the last row then), so that the compiler can issue the loads of a whole
 // tile before it waits for the first.
 __device__ void load_row(float (&x)[VEC], const Element* rows, int64_t stride, int num_rows, int r,
-                         int d) {
-    load_vector(x, rows + min(r, num_rows - 1) * stride + d);
+                         int c) {
+    load_vector(x, rows + min(r, num_rows - 1) * stride + c);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) x[i] = r < num_rows ? x[i] : 0.0f;
 }

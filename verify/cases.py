@@ -74,6 +74,14 @@ def padded(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]
     return storage, storage[:, :heads, :seq, :head_dim]
 
 
+def far(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Batches 2^31 elements apart, further than 32 bits can count."""
+    batch, heads, seq, head_dim = shape
+    size = heads * seq * head_dim
+    storage, _ = contiguous(((batch - 1) * 2**31 + size,), **options)
+    return storage, storage.as_strided(shape, (2**31, seq * head_dim, head_dim, 1))
+
+
 def expanded(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
     """All heads are one: head stride 0. For k and v only."""
     batch, heads, seq, head_dim = shape
@@ -182,7 +190,7 @@ class Case:
     dtype: torch.dtype
     causal: bool = False
     inputs: Callable[[Case, torch.Generator], Inputs] = normal
-    layout: Layout = contiguous
+    layouts: tuple[Layout, Layout, Layout, Layout] = (contiguous,) * 4  # of q, k, v and o
     softmax_scale: float | None = None
     gpu_only: bool = False
 
@@ -197,18 +205,15 @@ class Case:
     def make(self, device: torch.device | str, seed: int = 0) -> Inputs:
         """q of shape.q, k and v of shape.kv; the same numbers on every device."""
         rng = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {seed}".encode()))
-        q, k, v = self.inputs(self, rng)
-        layout_q = contiguous if self.layout is expanded else self.layout
-        return (
-            self._place(q, layout_q, device),
-            self._place(k, self.layout, device),
-            self._place(v, self.layout, device),
+        q, k, v = (
+            self._place(x, layout, device)
+            for x, layout in zip(self.inputs(self, rng), self.layouts[:3], strict=True)
         )
+        return q, k, v
 
     def make_output(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Storage and view of an o like q, both NaN."""
-        layout = contiguous if self.layout is expanded else self.layout
-        return layout(self.shape.q, dtype=self.dtype, device=device)
+        """Storage and view of o, both NaN."""
+        return self.layouts[3](self.shape.q, dtype=self.dtype, device=device)
 
     def _place(self, x: torch.Tensor, layout: Layout, device: torch.device | str) -> torch.Tensor:
         _, view = layout(x.shape, dtype=self.dtype, device=device)
@@ -237,11 +242,30 @@ CASES = (
     Case("causal_one_key", Shape(1, 2, 2, 40, 1, 64), FP32, causal=True),
     # Heads and strides.
     Case("gqa", Shape(1, 8, 2, 33, 45, 64), FP32),
-    Case("gqa_causal_padded", Shape(2, 4, 1, 141, 157, 128), BF16, causal=True, layout=padded),
-    Case("gqa_transposed", Shape(2, 6, 2, 39, 50, 64), BF16, layout=transposed),
-    Case("packed", Shape(2, 2, 2, 45, 45, 64), FP16, layout=packed),
-    Case("expanded", Shape(2, 4, 2, 35, 51, 64), BF16, layout=expanded),
-    Case("padded", Shape(2, 2, 2, 51, 70, 64), FP32, layout=padded),
+    Case(
+        "gqa_causal_padded", Shape(2, 4, 1, 141, 157, 128), BF16, causal=True, layouts=(padded,) * 4
+    ),
+    Case("gqa_transposed", Shape(2, 6, 2, 39, 50, 64), BF16, layouts=(transposed,) * 4),
+    Case("packed", Shape(2, 2, 2, 45, 45, 64), FP16, layouts=(packed,) * 4),
+    Case(
+        "each_its_own",
+        Shape(2, 4, 2, 43, 51, 64),
+        BF16,
+        layouts=(transposed, padded, packed, contiguous),
+    ),
+    Case(
+        "each_another",
+        Shape(2, 2, 2, 51, 43, 64),
+        FP32,
+        layouts=(contiguous, packed, transposed, padded),
+    ),
+    Case(
+        "expanded",
+        Shape(2, 4, 2, 35, 51, 64),
+        BF16,
+        layouts=(contiguous, expanded, expanded, contiguous),
+    ),
+    Case("padded", Shape(2, 2, 2, 51, 70, 64), FP32, layouts=(padded,) * 4),
     # Numbers.
     Case("large_logits", Shape(1, 2, 2, 140, 300, 64), BF16, inputs=large_logits),
     Case("large_logits_fp32", Shape(1, 2, 1, 50, 90, 64), FP32, inputs=large_logits),
@@ -276,7 +300,11 @@ CASES = (
     Case("headline", Shape(4, 16, 16, 4096, 4096, 128), BF16, gpu_only=True),
     Case("headline_causal", Shape(2, 16, 4, 4096, 4096, 128), BF16, causal=True, gpu_only=True),
     Case("long_16k", Shape(1, 2, 1, 16384, 16381, 64), BF16, causal=True, gpu_only=True),
-    Case("many_heads", Shape(5, 40, 8, 250, 513, 64), BF16, layout=transposed, gpu_only=True),
+    Case("many_scores", Shape(1, 33, 33, 8192, 8192, 64), BF16, gpu_only=True),  # over 2^31
+    Case("far_batches", Shape(2, 2, 1, 33, 40, 64), BF16, layouts=(far,) * 4, gpu_only=True),
+    Case(
+        "many_heads", Shape(5, 40, 8, 250, 513, 64), BF16, layouts=(transposed,) * 4, gpu_only=True
+    ),
 )
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.backend import Backend
 from common.cpu import CpuBackend
-from common.errors import UsageError
+from common.errors import NotEnoughMemoryError, UsageError
 from common.gpu import GpuBackend
 from common.step import Step, all_steps, find_step
 from verify.accuracy import Measure, compare, repeated
@@ -79,14 +79,15 @@ def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -
     """Runs the step on the case once with each backend of runs, on poisoned outputs.
 
     The first run is compared with the oracle, the others must agree with it bit by bit. All runs
-    are on one device. What the backend cannot run (UsageError, e.g. not enough memory) is skipped.
+    are on one device. What does not fit into its memory is skipped.
     """
     try:
         q, k, v = case.make(runs[0].device, seed)
         outputs = [run(step, case, backend, q, k, v) for backend in runs]
-    except UsageError as reason:
-        return CaseResult(step, case, skipped=str(reason))
-    except RuntimeError as error:  # the SIMT runtime's report; a GPU that a kernel has brought down
+    except (NotEnoughMemoryError, torch.OutOfMemoryError) as reason:
+        return CaseResult(step, case, skipped=str(reason).splitlines()[0])
+    # The SIMT runtime's report; a GPU that a kernel has brought down; a layout that is refused.
+    except (RuntimeError, UsageError) as error:
         return CaseResult(step, case, problems=(str(error),))
     (o, lse, problems), *others = outputs
     measures, mismatches = compare(case, q, k, v, o, lse)
@@ -118,7 +119,7 @@ def make_runs(backend_name: str, seed: int, sanitize: bool) -> list[tuple[Backen
     choices: list[tuple[Backend, ...]] = []
     prefer_gpu = backend_name == "auto" and torch.cuda.is_available() and not sanitize
     if backend_name == "gpu" or prefer_gpu:
-        choices.append((GpuBackend(),) * 2)
+        choices.append((GpuBackend(poison=True),) * 2)
     if backend_name != "gpu":
         choices.append((CpuBackend(seed, sanitize), CpuBackend(seed + 1, sanitize)))
     return choices

@@ -8,8 +8,10 @@ from common.step import Step
 FLOPS = 4 * 4 * 16 * 4096**2 * 128
 
 
-def made_up_record(step: Step, *, time_ms: float = 20.0, run: str = "2000-01-01 a") -> dict:
-    """A record of the step as it is now, twice as fast as its baseline."""
+def made_up_record(
+    step: Step, *, baseline: Step | None = None, time_ms: float = 20.0, run: str = "2000-01-01 a"
+) -> dict:
+    """A record of the step as it is now, twice as fast as the baseline, if any."""
     state = {
         "sm_clock_mhz": 1000,
         "memory_clock_mhz": 2000,
@@ -65,7 +67,13 @@ def made_up_record(step: Step, *, time_ms: float = 20.0, run: str = "2000-01-01 
         **_outcome(time_ms),
         "counters": "not collected",
         "memory": [{"seq": 512, "bytes": 10**7}, {"seq": 1024, "bytes": 2 * 10**7}],
-        "baseline": {"step": "v00", **_outcome(2 * time_ms)},
+        "baseline": baseline
+        and {
+            "step": baseline.name,
+            "source_sha256": baseline.source_sha256,
+            "headers": header_hashes(baseline),
+            **_outcome(2 * time_ms),
+        },
     }
 
 

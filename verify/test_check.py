@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.errors import UsageError
+from common.errors import NotEnoughMemoryError, UsageError
 from common.step import ROOT, all_steps, step_names
 from verify import accuracy, check
 from verify.cases import CASES, find_cases
@@ -147,9 +147,14 @@ def test_a_refusal_is_skipped_and_nothing_but_skips_fails(monkeypatch, capsys):
     assert "0 passed, 0 failed, 1 skipped: FAIL: nothing ran" in capsys.readouterr().out
 
     def no_memory(o, lse):
-        raise UsageError("needs 8 GiB of workspace, 1 GiB free")
+        raise NotEnoughMemoryError("needs 8 GiB of workspace, 1 GiB free")
 
     assert checked("ragged", no_memory).verdict == "skipped: needs 8 GiB of workspace, 1 GiB free"
+
+    def picky_about_strides(o, lse):
+        raise UsageError("q is not aligned")
+
+    assert checked("ragged", picky_about_strides).verdict == "FAIL"
 
 
 def test_oracle_is_not_what_is_checked():

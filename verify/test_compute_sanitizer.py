@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.backend import run
 from common.build import nvcc
 from common.step import ROOT, all_steps
 from verify.cases import find_cases
@@ -41,12 +42,12 @@ def test_clean(tool: str) -> None:
     command += [sys.executable, "-m", "verify.test_compute_sanitizer"]
     # Without torch's cache every tensor is an allocation of its own, whose end memcheck knows.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    run = subprocess.run(
+    ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert "launched" in run.stdout, run.stdout[-2000:]
-    assert CLEAN[tool] in run.stdout, run.stdout[-4000:]
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+    assert "launched" in ended.stdout, ended.stdout[-2000:]
+    assert CLEAN[tool] in ended.stdout, ended.stdout[-4000:]
 
 
 def _launch_all() -> None:
@@ -57,10 +58,8 @@ def _launch_all() -> None:
         for case in find_cases(CASES):
             if backend.refusal(step, case.specialization):
                 continue
-            q, k, v = case.make(backend.device)
-            o = torch.empty_like(q)
-            lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-            backend.forward(step, q, k, v, o, lse, causal=case.causal, softmax_scale=case.scale)
+            inputs = case.make(backend.device)
+            run(backend, step, *inputs, causal=case.causal, softmax_scale=case.scale)
     torch.cuda.synchronize()
     print("launched")
 

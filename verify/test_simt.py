@@ -260,7 +260,11 @@ FAULTS = [
     Fault(
         "wild", "p.lse[0] = *reinterpret_cast<float*>(uintptr_t{1} << 40);", "in or near no buffer"
     ),
-    Fault("smem_past_end", "raw[260] = 1;", r"write .*: past the end of shared memory \(260 bytes"),
+    Fault(
+        "smem_past_end",
+        "raw[272] = 1;",
+        r"write .*: past the end of shared memory \(260 bytes\), at byte 272",
+    ),
     Fault(
         "smem_before", "p.lse[0] = raw[-1];", "read .*: 1 bytes before the start of shared mem", 1
     ),
@@ -275,8 +279,8 @@ FAULTS = [
     ),
     Fault(
         "smem_misaligned",
-        "shared_memory<float4>().x = 1;",
-        "misaligned shared memory .* asks for 260 bytes, not a multiple of 16",
+        "struct alignas(64) Wide { float x[64]; }; shared_memory<Wide>().x[0] = 1;",
+        "misaligned shared memory .* asks for 260 bytes, not a multiple of 64",
     ),
     Fault(
         "load_misaligned",
@@ -530,5 +534,5 @@ def test_killed_program(faults_step, monkeypatch):
 
 def test_workspace_must_fit(faults_step, monkeypatch):
     monkeypatch.setattr(cpu, "_available_bytes", lambda: 7)
-    with pytest.raises(UsageError, match="needs 8 bytes of workspace, 7 are free"):
+    with pytest.raises(UsageError, match="needs a workspace of 8 bytes, and 7 are free"):
         run(faults_step, CpuBackend())

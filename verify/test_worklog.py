@@ -37,9 +37,10 @@ def root(tmp_path):
     """A project with records of v01 (its memory grows with N squared) and v02, of one run."""
     first = made_up_record(V01, time_ms=40.0)
     first["memory"] = [{"seq": 512, "bytes": 10**9}, {"seq": 1024, "bytes": 4 * 10**9}]
-    first["baseline"] = None
     write_record(tmp_path / "profiles/h200/v01.json", first)
-    write_record(tmp_path / "profiles/h200/v02.json", made_up_record(V02, time_ms=20.0))
+    write_record(
+        tmp_path / "profiles/h200/v02.json", made_up_record(V02, baseline=V01, time_ms=20.0)
+    )
     (tmp_path / "README.md").write_text(README)
     (tmp_path / "worklog.md").write_text(WORKLOG)
     return tmp_path
@@ -239,11 +240,21 @@ def test_expression_that_means_nothing(root, expression):
 
 
 def test_times_of_different_runs_are_not_compared(root):
-    write_record(root / "profiles/h200/v02.json", made_up_record(V02, run="2000-01-02 b"))
+    write_record(
+        root / "profiles/h200/v02.json", made_up_record(V02, baseline=V01, run="2000-01-02 b")
+    )
     profile = profile_of(root)
     assert evaluate("v02.tflops / v01.tflops : .1f", profile) == "not measured together"
     assert evaluate("v02.registers / v01.registers : .1f", profile) == "1.0"
     assert profile.newest["step"] == "v02"
+
+
+def test_gain_over_a_changed_baseline_is_not_shown(root):
+    assert evaluate("v02.gain : .1f", profile_of(root)) == "2.0"
+    record = made_up_record(V02, baseline=V01)
+    record["baseline"]["source_sha256"] = "0" * 64
+    write_record(root / "profiles/h200/v02.json", record)
+    assert evaluate("v02.gain : .1f", profile_of(root)) == "not measured"
 
 
 def test_experiments(root):
@@ -261,7 +272,7 @@ def test_experiments(root):
     row = table_row((root / "worklog.md").read_text(), "v02_nothing")
     assert row[1:] == ["nothing", "no change", "", "not measured", "", "", ""]
     (patched,) = profile_of(root).patches
-    record = made_up_record(read_step(patched.write()), time_ms=10.0)
+    record = made_up_record(read_step(patched.write()), baseline=V02, time_ms=10.0)
     write_record(root / "profiles/h200/experiments/v02_nothing.json", record)
     regenerate(root)
     row = table_row((root / "worklog.md").read_text(), "v02_nothing")

@@ -7,7 +7,7 @@ inline void __syncthreads(simt::Site site = simt::Site::here()) {
 }
 
 // The block's dynamic shared memory, laid out as the struct T. Poisoned at the start of each block.
-// It is aligned as T asks and no more: a layout that relies on more must say alignas.
+// It is aligned to 16 bytes: a layout that relies on more must say alignas.
 template <typename T>
 T& shared_memory() {
     const simt::Worker& worker = *simt::Worker::current();

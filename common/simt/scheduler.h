@@ -36,7 +36,7 @@ class Worker {
   public:
     explicit Worker(const Launch& launch)
         : launch(launch),
-          smem("shared memory", launch.smem_bytes, 1, 0, launch.smem_flush),
+          smem("shared memory", launch.smem_bytes, 16, 0, launch.smem_flush),
           threads(launch.num_threads),
           block_group{0, launch.num_threads},
           random(0) {

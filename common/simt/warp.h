@@ -1,6 +1,6 @@
-// What the lanes of a warp do together: __syncwarp, shuffles and votes. Stricter than the hardware:
-// every lane that the mask names must exist, must not have exited, and must come to the same place
-// with the same mask.
+// What the lanes of a warp do together: __syncwarp, shuffles and votes. Stricter than the hardware,
+// so that programs that happen to work are rejected, too: every lane that the mask names must exist,
+// must not have exited, and must come to the same place with the same mask.
 #pragma once
 #include <bit>
 #include <type_traits>
