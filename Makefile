@@ -2,8 +2,8 @@
 
 ifdef PYTHON
     PY := $(PYTHON)
-    CLANG_FORMAT := clang-format
-    READY :=
+    CLANG_FORMAT := $(firstword $(wildcard $(dir $(PYTHON))clang-format) clang-format)
+    READY := packages
 else
     PY := .venv/bin/python
     CLANG_FORMAT := .venv/bin/clang-format
@@ -39,12 +39,17 @@ ifneq ($(filter step profile,$(MAKECMDGOALS)),)
     endif
 endif
 
+.PHONY: packages
+packages:
+	@$(PY) -c 'from importlib.util import find_spec as f; exit(not (f("torch") and f("tqdm")))' || \
+	    { echo "error: $(PY) lacks packages: $(PY) -m pip install -r requirements.txt" >&2; exit 2; }
+
 step: $(READY)  ## N=4: build and check that step, time it if there is a GPU, regenerate its row
 	$(PY) -m common step $(N)
 
 check: $(READY)  ## all steps on all cases; STEPS="v01 v03" CASES=ragged,gqa SEED=1 SANITIZE=1 BACKEND=cpu
-	$(PY) verify/check.py $(STEPS) $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED)) \
-	    $(if $(BACKEND),--backend $(BACKEND)) $(if $(SANITIZE),--sanitize)
+	$(PY) verify/check.py $(strip $(STEPS) $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED)) \
+	    $(if $(BACKEND),--backend $(BACKEND)) $(if $(SANITIZE),--sanitize))
 
 bench: $(READY)  ## on a GPU: time all steps and the peers in one run; EXPERIMENTS=1: the experiments
 	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments)

@@ -45,6 +45,9 @@ def attention(
         UsageError: inputs that disagree, or that the step or the device cannot take.
     """
     _validate(q, k, v)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if not isinstance(scale, (int, float)):
+        raise UsageError(f"softmax_scale must be a number, not {type(scale).__name__}")
     backend = _backend(q.device)
     spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], bool(causal))
     o, lse = run(
@@ -54,7 +57,7 @@ def attention(
         k,
         v,
         causal=spec.causal,
-        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+        softmax_scale=scale,
     )
     return (o, lse) if return_lse else o
 
@@ -69,6 +72,8 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
         if t.numel() == 0:
             raise UsageError(f"{name} is empty: shape {list(t.shape)}")
+        if max(t.shape) >= 2**31:
+            raise UsageError(f"{name} is too long: shape {list(t.shape)}, sizes must be below 2^31")
         if t.requires_grad and torch.is_grad_enabled():
             raise UsageError(f"{name} requires grad, and there is no backward: use torch.no_grad()")
         if t.dtype not in DTYPE_NAMES:
@@ -110,7 +115,7 @@ def _backend(device: torch.device) -> Backend:
 
 
 def _highest_step(backend: Backend, spec: Specialization, q, k, v) -> Step:
-    refusals = []
+    refusals: dict[str, str] = {}
     for step in reversed(all_steps()):
         reason = backend.refusal(step, spec)
         if reason is None:
@@ -120,5 +125,6 @@ def _highest_step(backend: Backend, spec: Specialization, q, k, v) -> Step:
                 return step
             except UsageError as error:
                 reason = str(error)
-        refusals.append(f"{step.name} {reason}")
-    raise UsageError("no step can run these inputs: " + "; ".join(refusals))
+        refusals.setdefault(reason, step.name)
+    told = "; ".join(f"{name} {reason}" for reason, name in refusals.items())
+    raise UsageError(f"no step can run these inputs: {told}")

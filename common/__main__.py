@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from itertools import product
 import torch
 
 from common.build import build_cubin, parse_resources
+from common.command_line import Parser, guarded
 from common.counters import collect
 from common.errors import UsageError
 from common.gpu import GpuBackend
@@ -153,7 +153,11 @@ def compile_all() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="common")
+    return guarded(lambda: _main(arguments))
+
+
+def _main(arguments: list[str] | None) -> int:
+    parser = Parser(prog="python -m common")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("step", help="build, check and measure one step").add_argument("name")
     commands.add_parser("profile", help="ncu's counters of one step").add_argument("name")
@@ -162,17 +166,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands.add_parser("compile", help="compile all steps with nvcc and report their resources")
     options = parser.parse_args(arguments)
-    try:
-        if options.command == "step":
-            return run_step(options.name)
-        if options.command == "bench":
-            return bench(options.experiments)
-        if options.command == "profile":
-            return profile(options.name)
-        return compile_all()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.command == "step":
+        return run_step(options.name)
+    if options.command == "bench":
+        return bench(options.experiments)
+    if options.command == "profile":
+        return profile(options.name)
+    return compile_all()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import threading
@@ -54,23 +55,28 @@ def nvcc() -> str:
 
 
 @cache
-def host_compiler() -> str:
-    """Path of the C++20 compiler: $CXX, else g++ or clang++. Raises UsageError without."""
-    wanted = os.environ.get("CXX")
-    found = shutil.which(wanted) if wanted else shutil.which("g++") or shutil.which("clang++")
-    if not found:
-        raise UsageError(
-            f"no C++ compiler ({wanted or 'g++ or clang++'}): "
-            "install g++ 12 or clang 15 or newer, or set CXX"
-        )
-    return found
+def host_compiler() -> tuple[str, ...]:
+    """The C++20 compiler: $CXX, which may have arguments, else g++ or clang++.
+
+    Raises UsageError where there is none.
+    """
+    for wanted in [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]:
+        name, *arguments = shlex.split(wanted)
+        if found := shutil.which(name):
+            return (found, *arguments)
+    raise UsageError(
+        f"no C++ compiler ({os.environ.get('CXX') or 'g++ or clang++'}): "
+        "install g++ 12 or clang 15 or newer, or set CXX"
+    )
 
 
 @cache
-def compiler_version(compiler: str) -> str:
-    return subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+def compiler_version(*compiler: str) -> str:
+    """What `compiler --version` says. Raises UsageError where that fails."""
+    ended = subprocess.run([*compiler, "--version"], capture_output=True, text=True)
+    if ended.returncode:
+        raise UsageError(f"'{' '.join(compiler)} --version' fails: is that a compiler?")
+    return ended.stdout.strip()
 
 
 def included_headers(source: Path, include_dir: Path) -> list[Path]:
@@ -78,7 +84,7 @@ def included_headers(source: Path, include_dir: Path) -> list[Path]:
     found: set[Path] = set()
 
     def visit(path: Path) -> None:
-        for name in _INCLUDE.findall(path.read_text()):
+        for name in _INCLUDE.findall(path.read_text(encoding="utf-8")):
             header = next(
                 (p for p in (path.parent / name, include_dir / name) if p.is_file()), None
             )
@@ -90,21 +96,23 @@ def included_headers(source: Path, include_dir: Path) -> list[Path]:
     return sorted(found)
 
 
-def compile_cached(command: list[str], step_path: Path, include_dir: Path, name: str) -> Build:
-    """Runs `command step_path -I include_dir -o build/<name>-<hash>`, or finds that output.
+def compile_cached(
+    compiler: tuple[str, ...], flags: list[str], step_path: Path, include_dir: Path, name: str
+) -> Build:
+    """Runs `compiler flags -I include_dir step_path -o build/<name>-<hash>`, or finds that output.
 
-    The hash covers the command, the compiler's version, the step and the headers it includes.
+    The hash covers the command line, the compiler's version, the step and the headers it includes.
     Raises UsageError with the compiler's first error.
     """
-    command = [*command, f"-I{include_dir}", str(step_path)]
-    key = hashlib.sha256("\0".join([*command, compiler_version(command[0])]).encode())
+    command = [*compiler, *flags, f"-I{include_dir}", str(step_path)]
+    key = hashlib.sha256("\0".join([*command, compiler_version(*compiler)]).encode())
     for path in (step_path, *included_headers(step_path, include_dir)):
         key.update(path.name.encode() + b"\0" + path.read_bytes())
     suffix = "".join(Path(name).suffixes)
     output = BUILD_DIR / f"{name.removesuffix(suffix)}-{key.hexdigest()[:16]}{suffix}"
     log = output.with_name(output.name + ".log")
     if output.exists() and log.exists():
-        return Build(output, log.read_text())
+        return Build(output, log.read_text(encoding="utf-8"))
     BUILD_DIR.mkdir(exist_ok=True)
     mine = f"{os.getpid()}.{threading.get_ident()}.tmp"
     unfinished, unfinished_log = (path.with_name(f"{path.name}.{mine}") for path in (output, log))
@@ -112,23 +120,24 @@ def compile_cached(command: list[str], step_path: Path, include_dir: Path, name:
     if run.returncode:
         unfinished.unlink(missing_ok=True)
         said = output.with_suffix(".errors.txt")
-        said.write_text(run.stderr)
-        errors = [line for line in run.stderr.splitlines() if "error" in line] or ["no message"]
+        said.write_text(run.stderr, encoding="utf-8")
+        lines = run.stderr.splitlines()
+        errors = [line for line in lines if "undefined reference" in line]
+        errors += [line for line in lines if "error" in line] or ["it does not say why"]
         raise UsageError(
-            f"{Path(command[0]).name} cannot compile {step_path.name}: {errors[0]} "
+            f"{Path(compiler[0]).name} cannot compile {step_path.name}: {errors[0]} "
             f"(all it says: {said.relative_to(ROOT)})"
         )
     # The log first: where there is an output, its log is whole.
-    unfinished_log.write_text(run.stderr + run.stdout)
+    unfinished_log.write_text(run.stderr + run.stdout, encoding="utf-8")
     unfinished_log.replace(log)
     unfinished.replace(output)
     return Build(output, run.stderr + run.stdout)
 
 
-def cubin_command(spec: Specialization, arch: str) -> list[str]:
-    """nvcc's command line for one architecture, e.g. "sm_90", but for the files and folders."""
+def cubin_flags(spec: Specialization, arch: str) -> list[str]:
+    """What nvcc is told for one architecture, e.g. "sm_90"."""
     return [
-        nvcc(),
         "-cubin",
         "-std=c++20",
         "-O3",
@@ -145,7 +154,7 @@ def build_cubin(step: Step, spec: Specialization, arch: str) -> Build:
     """Compiles a step for one architecture. Raises UsageError where its limits exclude spec."""
     step.require(spec)
     name = f"{step.name}_{spec}_{arch}.cubin"
-    return compile_cached(cubin_command(spec, arch), step.path, DEVICE_DIR, name)
+    return compile_cached((nvcc(),), cubin_flags(spec, arch), step.path, DEVICE_DIR, name)
 
 
 def parse_resources(log: str) -> dict[str, Resources]:

@@ -100,8 +100,7 @@ class CpuBackend:
         return step.limits.refusal(spec)
 
     def build(self, step: Step, spec: Specialization) -> Path:
-        command = [
-            host_compiler(),
+        flags = [
             *COMMON_FLAGS,
             *(SANITIZED_FLAGS if self.sanitize else CHECKED_FLAGS),
             f"-DHEAD_DIM={spec.head_dim}",
@@ -109,7 +108,7 @@ class CpuBackend:
             f"-DCAUSAL={int(spec.causal)}",
         ]
         name = f"{step.path.stem}_{spec}_simt{'_sanitize' if self.sanitize else ''}"
-        return compile_cached(command, step.path, SIMT_DIR, name).path
+        return compile_cached(host_compiler(), flags, step.path, SIMT_DIR, name).path
 
     def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
         return _read_descriptor(self.build(step, spec))
@@ -239,5 +238,8 @@ def _available_bytes() -> int:
     """Memory for a new process: the kernel's estimate on Linux, all that there is elsewhere."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        return int(re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())[1]) * 1024
+        return (
+            int(re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text(encoding="utf-8"))[1])
+            * 1024
+        )
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

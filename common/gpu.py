@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.backend import DTYPE_NAMES
-from common.build import Build, Resources, build_cubin, cubin_command, nvcc, parse_resources
+from common.build import Build, Resources, build_cubin, cubin_flags, nvcc, parse_resources
 from common.errors import NotEnoughMemoryError, UsageError
 from common.launch import AttentionParams, LaunchDescriptor, Sizes, check_alignment, evaluate, pack
 from common.step import Specialization, Step
@@ -85,7 +85,7 @@ class GpuBackend:
         return step.limits.arch if exact else "sm_{}{}".format(*self._capability)
 
     def compile_command(self, step: Step, spec: Specialization) -> list[str]:
-        return cubin_command(spec, self.arch(step))
+        return ["nvcc", *cubin_flags(spec, self.arch(step))]
 
     def build(self, step: Step, spec: Specialization) -> Path:
         return build_cubin(step, spec, self.arch(step)).path

@@ -102,8 +102,10 @@ class Plan:
 
 
 def evaluate(descriptor: LaunchDescriptor, sizes: Sizes) -> Plan:
-    """The launches of one problem."""
+    """The launches of one problem. Raises UsageError for a descriptor that describes none."""
     size = sizes.astuple()
+    if not descriptor.kernels[0].name or descriptor.alignment < 1:
+        raise UsageError("the launch descriptor must name a kernel and an alignment of 1 or more")
     kernels = tuple(
         KernelPlan(
             name=kernel.name.decode(),

@@ -47,6 +47,10 @@ def evaluate(expression: str, profile: Profile) -> str:
             f"'{expression.strip()}' does not read like 'v04.tflops / v02.tflops : .1f'"
         )
     try:
+        format(1.0, match["format"] or "")  # before anything is measured, too
+    except ValueError as error:
+        raise UsageError(f"'{expression.strip()}': {error}") from None
+    try:
         value = _operand(match["first"], profile)
         for operator, name in re.findall(rf"([*/])\s*({_OPERAND})", match["rest"]):
             value = _combine(value, operator, _operand(name, profile))

@@ -260,9 +260,8 @@ def _outcome(trial: _Trial, samples_ms: list[float], case: Case) -> dict:
 
 
 def _description(candidate: Candidate, backend: GpuBackend, case: Case) -> dict:
-    """What was measured: source, compiler's command line from the project's root, resources."""
+    """What was measured: source, compiler's flags, resources."""
     step, spec, shape = candidate.step, case.specialization, case.shape
-    compiler, *flags = backend.compile_command(step, spec)
     resources = backend.resources(step, spec)
     sizes = Sizes(shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k)
     plan = evaluate(backend.descriptor(step, spec), sizes)
@@ -274,7 +273,7 @@ def _description(candidate: Candidate, backend: GpuBackend, case: Case) -> dict:
         "source": candidate.source.relative_to(ROOT).as_posix(),
         "source_sha256": step.source_sha256,
         "headers": header_hashes(step),
-        "compile": [Path(compiler).name, *(flag.replace(f"{ROOT}/", "") for flag in flags)],
+        "compile": backend.compile_command(step, spec),
         "resources": {kernel.name: asdict(resources[kernel.name]) for kernel in plan.kernels},
         "least_bytes": elements * case.dtype.itemsize + lse_bytes + 2 * sum(plan.workspace_bytes),
     }

@@ -36,7 +36,7 @@ class Patch:
 
         Raises UsageError where the patch does not apply.
         """
-        source = "\n" + self.step.path.read_text()
+        source = "\n" + self.step.path.read_text(encoding="utf-8")
         for hunk in self.hunks:
             count = source.count("\n" + hunk.old)
             if count != 1:
@@ -48,10 +48,10 @@ class Patch:
             source = source.replace("\n" + hunk.old, "\n" + hunk.new)
         source = re.sub(r"^\n// \w+ --", f"// {self.name} --", source)
         path = ROOT / "build" / "patched" / f"{self.name}.cu"
-        if not path.exists() or path.read_text() != source:
+        if not path.exists() or path.read_text(encoding="utf-8") != source:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(f".{os.getpid()}")
-            temporary.write_text(source)
+            temporary.write_text(source, encoding="utf-8")
             temporary.replace(path)
         return path
 
@@ -65,7 +65,7 @@ def read_patch(path: Path) -> Patch:
         path = ROOT / path
     if not path.is_file():
         raise UsageError(f"no file '{path}'")
-    head, *parts = re.split(r"^@@.*\n", path.read_text(), flags=re.MULTILINE)
+    head, *parts = re.split(r"^@@.*\n", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     step = re.search(r"^--- (?:a/)?(\S+)", head, re.MULTILINE)
     hunks = tuple(Hunk(_side(part, "-"), _side(part, "+")) for part in parts)
     if not step or not hunks or not all(hunk.old for hunk in hunks):

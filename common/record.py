@@ -44,7 +44,7 @@ def write_atomically(path: Path, content: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(content)
+        unfinished.write_text(content, encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -62,11 +62,14 @@ def read_records(folder: Path) -> dict[str, dict]:
     records = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            record = json.loads(path.read_text())
+            record = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(record, dict) or record.get("schema") != SCHEMA:
                 raise ValueError(f"not a record of schema {SCHEMA}")
-            if missing := sorted(_KEYS - record.keys()):
-                raise ValueError(f"no {', '.join(missing)}")
+            for key, kind in _KEYS.items():
+                if not isinstance(record.get(key), kind):
+                    raise ValueError(f"no {key}, or not what it should be")
+            if record["step"] != path.stem:
+                raise ValueError(f"it is a record of {record['step']}")
         except (OSError, ValueError) as error:
             print(f"warning: skipped the unreadable record {path}: {error}", file=sys.stderr)
         else:
@@ -74,28 +77,29 @@ def read_records(folder: Path) -> dict[str, dict]:
     return records
 
 
+_NUMBER = (int, float)
 # Every record has at least these; common/measure.py says what they hold.
 _KEYS = {
-    "run",
-    "step",
-    "source_sha256",
-    "headers",
-    "device",
-    "environment",
-    "shape",
-    "flops",
-    "least_bytes",
-    "time_ms",
-    "time_p25_ms",
-    "time_p75_ms",
-    "tflops",
-    "samples_ms",
-    "resources",
-    "errors",
-    "torch_errors",
-    "peak_memory_bytes",
-    "memory",
-    "baseline",
-    "peers",
-    "counters",
+    "run": str,
+    "step": str,
+    "source_sha256": str,
+    "headers": dict,
+    "device": str,
+    "environment": dict,
+    "shape": dict,
+    "flops": _NUMBER,
+    "least_bytes": _NUMBER,
+    "time_ms": _NUMBER,
+    "time_p25_ms": _NUMBER,
+    "time_p75_ms": _NUMBER,
+    "tflops": _NUMBER,
+    "samples_ms": list,
+    "resources": dict,
+    "errors": dict,
+    "torch_errors": dict,
+    "peak_memory_bytes": _NUMBER,
+    "memory": list,
+    "baseline": (dict, type(None)),
+    "peers": dict,
+    "counters": (dict, str),
 }

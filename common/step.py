@@ -83,7 +83,11 @@ class Step:
 def read_step(path: Path) -> Step:
     """Parses the header comment of a step's file: title line, change:, why:, limits:."""
     header: list[str] = []
-    for line in path.read_text().splitlines():
+    try:
+        source = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error}") from None
+    for line in source.splitlines():
         if not line.startswith("//"):
             break
         header.append(line[2:].strip())
@@ -128,8 +132,16 @@ def read_step(path: Path) -> Step:
 
 @cache
 def all_steps() -> tuple[Step, ...]:
-    """The steps of the worklog, in order."""
-    return tuple(read_step(path) for path in sorted(STEPS_DIR.glob("v[0-9][0-9]_*.cu")))
+    """The steps of the worklog, in order. Raises UsageError unless each has a name of its own."""
+    steps: dict[str, Step] = {}
+    for path in sorted(STEPS_DIR.glob("v[0-9][0-9]_*.cu")):
+        step = read_step(path)
+        if step.name != path.name[:3]:
+            raise UsageError(f"{path}: the first line calls it {step.name}, not {path.name[:3]}")
+        if step.name in steps:
+            raise UsageError(f"{path}: {steps[step.name].path.name} is {step.name} already")
+        steps[step.name] = step
+    return tuple(steps.values())
 
 
 def find_step(name: str | Path) -> Step:
@@ -151,7 +163,7 @@ def find_step(name: str | Path) -> Step:
                     path
                 )
         raise UsageError(f"no file '{text}'; the steps are {step_names()}")
-    if number := re.fullmatch(r"(?:.*/)?v?(\d{1,2})(_\w+)?", text):
+    if number := re.fullmatch(r"(?:(?:.*/)?steps/)?v?(\d{1,2})(_\w+)?", text):
         wanted = f"v{int(number[1]):02d}{number[2] or ''}"
         for step in all_steps():
             if wanted in (step.name, step.path.stem):

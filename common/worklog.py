@@ -14,12 +14,12 @@ They show the H200's records; in the results table those of any other GPU follow
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 
 from common import plots, tables
+from common.command_line import Parser, guarded
 from common.errors import UsageError
 from common.lookup import evaluate
 from common.profile import Profile, load_profile
@@ -76,9 +76,9 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
 def render(path: Path, profile: Profile, others: list[Profile]) -> str:
     """The file's text with every marker filled in. Raises UsageError naming file and marker."""
     try:
-        text = path.read_text()
-    except OSError as error:
-        raise UsageError(f"{path.name}: {error.strerror}") from None
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path.name} cannot be read: {error}") from None
 
     def fill(marker: re.Match) -> str:
         try:
@@ -130,23 +130,23 @@ def _table(name: str, profile: Profile, others: list[Profile]) -> str:
 
 def _same(path: Path, content: str) -> bool:
     try:
-        old = path.read_text()
+        old = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
     return plots.same_plot(old, content) if path.suffix == ".svg" else old == content
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="worklog", description=__doc__.splitlines()[0])
+    return guarded(lambda: _main(arguments))
+
+
+def _main(arguments: list[str] | None) -> int:
+    parser = Parser(prog="python -m common.worklog", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit 1 if something differs"
     )
     options = parser.parse_args(arguments)
-    try:
-        different = regenerate(check=options.check)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    different = regenerate(check=options.check)
     for name in different:
         print(
             f"{name} differs from profiles/: run make worklog" if options.check else f"wrote {name}"

@@ -1,10 +1,10 @@
-// v02 -- tiled: shared-memory tiles, vector loads, one softmax pass
+// v02 -- tiled: shared-memory tiles, vector loads, one softmax kernel
 // change: both products work on tiles in shared memory, which the block loads 16 bytes a thread,
 //     coalesced; a thread computes STRIP outputs below each other; scale, mask, softmax and
-//     conversion are one pass of a block over a row
+//     conversion are one kernel, a block a row
 // why: v01 issues two loads for each multiplication, and in attention_scores a load touches up to 8
 //     cache lines. Here a multiplication takes 17/16 words from shared memory, which delivers 32 a
-//     clock: 15 TFLOP/s, 7 times v01
+//     clock: 16 TFLOP/s, 7 times v01
 // limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_75
 //     needs 6 bytes of workspace (8 with fp32) for each of the batch * heads * seq_q * seq_k scores
 #include "attention.cuh"

@@ -141,6 +141,6 @@ def repeated(name: str, first: torch.Tensor, second: torch.Tensor) -> list[str]:
     index = tuple(where[0].tolist())
     values = f"{first[index].item():.9g}, then {second[index].item():.9g}"
     return [
-        f"{name}: {len(where)} of {first.numel()} elements differ between runs, "
+        f"{name}: {len(where)} of {first.numel()} elements differ between runs (a race?), "
         f"first {name}{[*index]}: {values}"
     ]

@@ -10,14 +10,12 @@ exist.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from tqdm import tqdm
@@ -25,6 +23,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.backend import Backend
+from common.command_line import Parser, guarded
 from common.cpu import CpuBackend
 from common.errors import NotEnoughMemoryError, UsageError
 from common.gpu import GpuBackend
@@ -152,9 +151,14 @@ def build_all(plan: Sequence[tuple[Step, Sequence[Case], tuple[Backend, ...]]]) 
     }
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         builds = [pool.submit(backend.build, step, spec) for (step, spec), backend in jobs.items()]
-        # disable=None: no progress bar where stderr is not a terminal.
-        for build in tqdm(as_completed(builds), "compile", len(builds), leave=False, disable=None):
-            build.result()
+        try:
+            # disable=None: no progress bar where stderr is not a terminal.
+            progress = tqdm(as_completed(builds), "compile", len(builds), leave=False, disable=None)
+            for build in progress:
+                build.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def check_step(
@@ -208,13 +212,12 @@ def check_steps(
     return good
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _Parser(prog="check.py", description="Check steps against the float64 oracle.")
+    return guarded(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    parser = Parser(prog="check.py", description="Check steps against the float64 oracle.")
     parser.add_argument(
         "steps", nargs="*", metavar="STEP", help="v03, steps/v03, a .cu or .patch file"
     )
@@ -222,20 +225,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of inputs and thread order")
     parser.add_argument("--cases", metavar="NAME[,NAME...]", help="default: all")
     parser.add_argument("--sanitize", action="store_true", help="CPU build with ASan and UBSan")
-    try:
-        options = parser.parse_args(arguments)
-        if options.sanitize and options.backend == "gpu":
-            raise UsageError("--sanitize is for the CPU build; on a GPU run compute-sanitizer")
-        good = check_steps(
-            [find_step(name) for name in options.steps] or all_steps(),
-            options.backend,
-            options.seed,
-            options.cases.split(",") if options.cases is not None else None,
-            options.sanitize,
-        )
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(arguments)
+    if options.sanitize and options.backend == "gpu":
+        raise UsageError("--sanitize is for the CPU build; on a GPU run compute-sanitizer")
+    good = check_steps(
+        [find_step(name) for name in options.steps] or all_steps(),
+        options.backend,
+        options.seed,
+        options.cases.split(",") if options.cases is not None else None,
+        options.sanitize,
+    )
     return 0 if good else 1
 
 
