@@ -7,9 +7,10 @@ ifdef PYTHON
 else
     PY := .venv/bin/python
     CLANG_FORMAT := .venv/bin/clang-format
-    # PyCUDA needs the driver to run, and the toolkit's nvcc on PATH while pip builds it.
-    CUDA_PATH := $(PATH):$(or $(CUDA_HOME),/usr/local/cuda)/bin
-    GPU := $(shell python3 -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null && PATH="$(CUDA_PATH)" command -v nvcc)
+    # PyCUDA needs the driver to run. While pip builds it, it looks for the toolkit around the first nvcc on PATH.
+    CUDA := $(or $(CUDA_HOME),$(wildcard /usr/local/cuda))
+    CUDA_ENV := $(if $(CUDA),PATH="$(CUDA)/bin:$$PATH")
+    GPU := $(shell python3 -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null && $(CUDA_ENV) command -v nvcc)
     REQUIREMENTS := requirements.txt $(if $(GPU),requirements-gpu.txt)
     READY := .venv/.ready$(if $(GPU),-gpu)
 endif
@@ -30,7 +31,7 @@ setup: $(READY)  ## make .venv from the pinned requirements
 .venv/.ready .venv/.ready-gpu: requirements.txt requirements-gpu.txt
 	rm -f .venv/.ready*
 	python3 -m venv .venv
-	PATH="$(CUDA_PATH)" .venv/bin/python -m pip install $(foreach file,$(REQUIREMENTS),-r $(file))
+	$(CUDA_ENV) .venv/bin/python -m pip install $(foreach file,$(REQUIREMENTS),-r $(file))
 	touch $@
 
 ifneq ($(filter step profile,$(MAKECMDGOALS)),)
