@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ def attention(
     """
     _validate(q, k, v)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    if not isinstance(scale, (int, float)):
+    if not isinstance(scale, Real):
         raise UsageError(f"softmax_scale must be a number, not {type(scale).__name__}")
     backend = _backend(q.device)
     spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], bool(causal))
@@ -57,7 +58,7 @@ def attention(
         k,
         v,
         causal=spec.causal,
-        softmax_scale=scale,
+        softmax_scale=float(scale),
     )
     return (o, lse) if return_lse else o
 

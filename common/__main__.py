@@ -48,11 +48,12 @@ def run_step(name: str) -> int:
             "which says nothing of its speed."
         )
         print(f"Recorded on the {HEADLINE_GPU.upper()}, {path.relative_to(ROOT)}:")
-    record = read_records(path.parent).get(step.name)
+    recorded = load_profile(path.parent, ROOT)
+    record = recorded.records.get(step.name)
     if record is None:
         print("  not measured")
     else:
-        if is_stale(record, step):
+        if step.name in recorded.stale:
             print("  stale: the source has changed since")
         print(summary(record))
     _report_regenerated()

@@ -108,7 +108,7 @@ def readable(counters: dict[str, dict]) -> dict[str, dict[str, float | None]]:
     """The counters of each kernel under the names and in the units of COUNTERS."""
     return {
         kernel: {
-            name: None if values[metric] is None else values[metric] * factor
+            name: None if values.get(metric) is None else values[metric] * factor
             for name, (metric, factor) in COUNTERS.items()
         }
         for kernel, values in counters.items()
@@ -117,7 +117,7 @@ def readable(counters: dict[str, dict]) -> dict[str, dict[str, float | None]]:
 
 def top_stalls(values: dict[str, float | None], count: int = 2) -> list[tuple[str, float]]:
     """The commonest reasons why a kernel's warps waited: warps stalled a cycle that issues."""
-    stalls = [(reason, values[STALL.format(reason)] or 0.0) for reason in STALL_REASONS]
+    stalls = [(reason, values.get(STALL.format(reason)) or 0.0) for reason in STALL_REASONS]
     return sorted(stalls, key=lambda stall: -stall[1])[:count]
 
 

@@ -128,6 +128,7 @@ def measure(candidates: Sequence[Candidate]) -> list[Path]:
     descriptions = {
         candidate.step: _description(candidate, backend, case) for candidate in candidates
     }
+    headers = {step.name: header_hashes(step) for step in steps}
     git = git_state()
     before = device_state()
     samples = time_interleaved({name: trial.call for name, trial in trials.items()})
@@ -168,7 +169,7 @@ def measure(candidates: Sequence[Candidate]) -> list[Path]:
             "baseline": {
                 "step": baseline.name,
                 "source_sha256": baseline.source_sha256,
-                "headers": header_hashes(baseline),
+                "headers": headers[baseline.name],
                 **outcomes[baseline.name],
             }
             if baseline and baseline.name in outcomes

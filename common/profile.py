@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,13 +39,13 @@ def load_profile(folder: Path, root: Path) -> Profile:
     names = {step.name for step in steps}
     records = {
         name: _without_changed_baseline(record, steps)
-        for name, record in _usable_records(folder).items()
+        for name, record in read_records(folder).items()
         if name in names
     }
     names = {patch.name for patch in patches}
     experiments = {
         name: record
-        for name, record in _usable_records(folder / "experiments").items()
+        for name, record in read_records(folder / "experiments").items()
         if name in names
     }
     stale = {
@@ -58,20 +57,6 @@ def load_profile(folder: Path, root: Path) -> Profile:
         if patch.name in experiments and _is_stale(experiments, patch)
     }
     return Profile(folder, steps, patches, records, experiments, frozenset(stale))
-
-
-def _usable_records(folder: Path) -> dict[str, dict]:
-    """The records whose figures can be told; any other is named on stderr and left out."""
-    usable = {}
-    for name, record in read_records(folder).items():
-        try:
-            figures(record)
-        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            path = folder / f"{name}.json"
-            print(f"warning: skipped the unreadable record {path}: {error!r}", file=sys.stderr)
-        else:
-            usable[name] = record
-    return usable
 
 
 def _without_changed_baseline(record: dict, steps: tuple[Step, ...]) -> dict:

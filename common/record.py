@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from common.build import DEVICE_DIR, included_headers
+from common.record_form import RECORD, problem
 from common.step import ROOT, Step
 
 SCHEMA = 1
@@ -65,9 +66,8 @@ def read_records(folder: Path) -> dict[str, dict]:
             record = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(record, dict) or record.get("schema") != SCHEMA:
                 raise ValueError(f"not a record of schema {SCHEMA}")
-            for key, kind in _KEYS.items():
-                if not isinstance(record.get(key), kind):
-                    raise ValueError(f"no {key}, or not what it should be")
+            if wrong := problem(record, RECORD):
+                raise ValueError(wrong)
             if record["step"] != path.stem:
                 raise ValueError(f"it is a record of {record['step']}")
         except (OSError, ValueError) as error:
@@ -75,31 +75,3 @@ def read_records(folder: Path) -> dict[str, dict]:
         else:
             records[path.stem] = record
     return records
-
-
-_NUMBER = (int, float)
-# Every record has at least these; common/measure.py says what they hold.
-_KEYS = {
-    "run": str,
-    "step": str,
-    "source_sha256": str,
-    "headers": dict,
-    "device": str,
-    "environment": dict,
-    "shape": dict,
-    "flops": _NUMBER,
-    "least_bytes": _NUMBER,
-    "time_ms": _NUMBER,
-    "time_p25_ms": _NUMBER,
-    "time_p75_ms": _NUMBER,
-    "tflops": _NUMBER,
-    "samples_ms": list,
-    "resources": dict,
-    "errors": dict,
-    "torch_errors": dict,
-    "peak_memory_bytes": _NUMBER,
-    "memory": list,
-    "baseline": (dict, type(None)),
-    "peers": dict,
-    "counters": (dict, str),
-}

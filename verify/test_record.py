@@ -83,6 +83,36 @@ def test_unreadable_record_is_named_and_skipped(tmp_path, capsys, content):
     assert "v02.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("time_ms", "abc", "time_ms cannot be 'abc'"),
+        ("time_ms", 0, "time_ms cannot be 0"),
+        ("resources", {}, "resources cannot be {}"),
+        ("peers", None, "peers is None, not an object"),
+        ("peers.sdpa_flash", {"route": "torch"}, "sdpa_flash cannot be"),
+        ("peers.flash_attention_3.time_ms", None, "flash_attention_3 cannot be"),
+        ("environment.after", {}, "after cannot be {}"),
+        ("errors.o", None, "o cannot be None"),
+        ("shape", {}, "shape has no"),
+        ("step", "v77", "it is a record of v77"),
+    ],
+)
+def test_malformed_record_is_named_with_what_is_wrong(tmp_path, capsys, path, value, told):
+    record = made_up_record(STEP)
+    *parents, last = path.split(".")
+    node = record
+    for key in parents:
+        node = node[key]
+    node[last] = value
+    write_record(tmp_path / "v01.json", record)
+    assert read_records(tmp_path) == {}
+    message = capsys.readouterr().err
+    assert "v01.json" in message
+    assert told in message
+    assert len(message.splitlines()) == 1
+
+
 def test_header_hashes_follow_includes():
     assert {"common/device/attention.cuh", "common/launch.h"} <= header_hashes(STEP).keys()
 

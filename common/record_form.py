@@ -1,0 +1,91 @@
+"""What every record holds as far as tables, text and plots rely on it.
+
+common/measure.py says what the keys mean. A form is a type, a tuple of types, a predicate, a dict
+of forms by key, a list with the form of its items, or AnyOf several.
+"""
+
+from __future__ import annotations
+
+NUMBER = (int, float)
+EACH = object()  # stands for the keys of a dict that are not named beside it
+
+
+class AnyOf(tuple):
+    __slots__ = ()
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, NUMBER) and value > 0
+
+
+_MAYBE = (*NUMBER, type(None))
+_OUTCOME = {
+    "time_ms": _positive,
+    "time_p25_ms": _positive,
+    "time_p75_ms": _positive,
+    "tflops": _positive,
+    "samples_ms": [_positive],
+    "errors": {"o": NUMBER},
+    "peak_memory_bytes": NUMBER,
+}
+_PEER = AnyOf([{"missing": str}, {"route": str, **_OUTCOME}])
+_STATE = {
+    "sm_clock_mhz": _MAYBE,
+    "power_w": _MAYBE,
+    "temperature_c": _MAYBE,
+    "throttle_reasons": AnyOf([type(None), [str]]),
+}
+_KERNEL = dict.fromkeys(
+    (
+        "registers",
+        "static_smem",
+        "dynamic_smem",
+        "stack_bytes",
+        "spill_store_bytes",
+        "spill_load_bytes",
+    ),
+    NUMBER,
+)
+_SOURCE = {"step": str, "source_sha256": str, "headers": {EACH: str}}
+RECORD = {
+    **_SOURCE,
+    **_OUTCOME,
+    "run": str,
+    "device": str,
+    "environment": {"before": AnyOf([str, _STATE]), "after": AnyOf([str, _STATE])},
+    "shape": {
+        **dict.fromkeys(("batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim"), _positive),
+        "dtype": str,
+        "causal": bool,
+    },
+    "flops": _positive,
+    "least_bytes": _positive,
+    "resources": lambda kernels: bool(kernels) and problem(kernels, {EACH: _KERNEL}) is None,
+    "errors": {"o": NUMBER, "lse": NUMBER},
+    "torch_errors": {"o": NUMBER},
+    "memory": [{"seq": _positive, "bytes": _MAYBE}],
+    "baseline": AnyOf([type(None), {**_SOURCE, **_OUTCOME}]),
+    "peers": {"flash_attention_3": _PEER, EACH: _PEER},
+    "counters": AnyOf([str, {EACH: {EACH: _MAYBE}}]),
+}
+
+
+def problem(value: object, form: object, where: str = "the record") -> str | None:
+    """What is wrong with the value, the first thing only, or None."""
+    if isinstance(form, AnyOf):
+        fits = any(problem(value, alternative) is None for alternative in form)
+    elif isinstance(form, dict):
+        if not isinstance(value, dict):
+            return f"{where} is {value!r}, not an object"
+        for key in form.keys() - value.keys() - {EACH}:
+            return f"{where} has no {key}"
+        items = ((key, form.get(key, form.get(EACH))) for key in value)
+        found = (problem(value[key], f, f"{where}: {key}") for key, f in items if f is not None)
+        return next((problem for problem in found if problem), None)
+    elif isinstance(form, list):
+        fits = isinstance(value, list) and all(problem(item, form[0]) is None for item in value)
+    elif isinstance(form, (type, tuple)):
+        fits = isinstance(value, form)
+    else:
+        fits = form(value)
+    return None if fits else f"{where} cannot be {value!r:.40}"
