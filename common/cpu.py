@@ -1,8 +1,8 @@
 """The SIMT backend: executes steps on the CPU to check them. common/simt/ says what it watches for.
 
 A step becomes a program of its own, so that nothing a kernel does can hurt this process. The
-program reads one request (struct Request of common/simt/run.h) from stdin and writes o and lse to
-stdout, or a report of what a kernel did wrong to stderr.
+program reads one request (struct Request of common/simt/run.h) from stdin and writes o, lse and
+counts to stdout, or a report of what a kernel did wrong to stderr.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -55,6 +56,22 @@ class SimtError(RuntimeError):
     """A kernel did what no kernel may do; the message is the runtime's or a sanitizer's report."""
 
 
+@dataclass(frozen=True)
+class SharedAccess:
+    """What the accesses to shared memory from one place in a source took; see simt/banks.h."""
+
+    operation: str  # the wrapper's name
+    file: str
+    line: int
+    accesses: int  # of whole warps
+    ideal: int  # wavefronts they would take without bank conflicts
+    wavefronts: int
+
+    @property
+    def conflicts(self) -> int:
+        return self.wavefronts - self.ideal
+
+
 class _BufferRequest(ctypes.Structure):
     _fields_ = [
         ("bytes", ctypes.c_int64),
@@ -77,6 +94,7 @@ class _Request(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("workers", ctypes.c_int32),
         ("time_limit_s", ctypes.c_int32),
+        ("count_banks", ctypes.c_int32),
         ("buffers", _BufferRequest * 7),
         ("kernels", _KernelRequest * 3),
     ]
@@ -126,6 +144,36 @@ class CpuBackend:
         softmax_scale: float,
     ) -> None:
         """Launches the step into o and lse and waits. Also raises SimtError."""
+        self._execute(step, q, k, v, o, lse, causal, softmax_scale, count_banks=False)
+
+    def count_shared_accesses(
+        self,
+        step: Step,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+    ) -> list[SharedAccess]:
+        """Runs the step once: its accesses to shared memory through a wrapper, in source order."""
+        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:3])
+        return self._execute(step, q, k, v, o, lse, causal, softmax_scale, count_banks=True)
+
+    def _execute(
+        self,
+        step: Step,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        softmax_scale: float,
+        count_banks: bool,
+    ) -> list[SharedAccess]:
+        """The accesses are empty unless count_banks."""
         spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal)
         step.require(spec)
         program = self.build(step, spec)
@@ -150,6 +198,7 @@ class CpuBackend:
             seed=self.seed,
             workers=_num_cores(),
             time_limit_s=_time_limit_s(q, k),
+            count_banks=count_banks,
             buffers=(_BufferRequest * 7)(*buffers),
             kernels=(_KernelRequest * 3)(*kernels),
         )
@@ -160,7 +209,7 @@ class CpuBackend:
         o_span[:] = np.frombuffer(answer, o_span.dtype, o_span.size)
         elements = _elements(o_span, o)
         o.copy_(torch.from_numpy(elements.copy()).view(o.dtype))
-        lse_answer = np.frombuffer(answer, np.float32, offset=o_span.nbytes)
+        lse_answer = np.frombuffer(answer, np.float32, lse.numel(), offset=o_span.nbytes)
         lse.copy_(torch.from_numpy(lse_answer.reshape(lse.shape).copy()))
         elements[...] = POISON
         if (written := np.flatnonzero(o_span != POISON)).size:
@@ -168,6 +217,7 @@ class CpuBackend:
                 f"{step.name} ({spec}): write outside the output view: {written.size} elements "
                 f"between o's rows have changed, the first {written[0]} elements after o's start"
             )
+        return _read_accesses(answer[o_span.nbytes + lse.nbytes :])
 
 
 @cache
@@ -190,6 +240,14 @@ def _run(step: Step, spec: Specialization, program: Path, request: bytes) -> byt
     elif run.returncode != FAULT_EXIT_CODE:
         messages = _shorten_sanitizer_report(messages)
     raise SimtError(f"{step.name} ({spec}): {messages}")
+
+
+def _read_accesses(lines: bytes) -> list[SharedAccess]:
+    accesses = []
+    for line in lines.decode().splitlines():
+        operation, file, *numbers = line.split("\t")
+        accesses.append(SharedAccess(operation, file, *map(int, numbers)))
+    return sorted(accesses, key=lambda access: (access.file, access.line, access.operation))
 
 
 def _shorten_sanitizer_report(messages: str) -> str:

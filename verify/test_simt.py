@@ -5,8 +5,6 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,67 +13,8 @@ import torch
 from common import cpu
 from common.cpu import CpuBackend, SimtError
 from common.errors import UsageError
-from common.step import Specialization, Step, read_step
-
-SOURCE = """\
-// {name} -- a kernel to test the runtime with
-// change: none
-// why: none
-// limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_75
-#include "attention.cuh"
-#include <stdio.h>
-
-struct Layout {{
-    float first[32], second[32];
-    int counter;
-}};
-
-{globals}
-
-extern "C" {{
-__constant__ LaunchDescriptor launch_descriptor = {{
-    .alignment = sizeof(Element),
-    .kernels = {{{{.name = "test_kernel",
-                 .grid = {{{{SEQ_Q, 1}}}},
-                 .threads = {threads},
-                 .smem_bytes = sizeof(Layout)}}}},
-    .workspace = {{{{.element_bytes = 4, .shape = {{{{SEQ_Q, 1}}}}}}}},
-}};
-
-// One block a query.
-__global__ void test_kernel(const __grid_constant__ AttentionParams p) {{
-    const int t = threadIdx.x;
-    const int block = blockIdx.x;
-    Layout& smem = shared_memory<Layout>();
-    [[maybe_unused]] float* scores = static_cast<float*>(p.workspace[0]);
-{body}
-}}
-}}
-"""
-
-
-def write_step(folder: Path, name: str, body: str, *, threads: int = 48, globals_="") -> Step:
-    path = folder / f"{name}.cu"
-    path.write_text(SOURCE.format(name=name, body=body, threads=threads, globals=globals_))
-    return read_step(path)
-
-
-def run(
-    step: Step,
-    backend: CpuBackend,
-    q: torch.Tensor | None = None,
-    *,
-    o: torch.Tensor | None = None,
-    num_lse: int = 1,
-    scenario: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse [num_lse] of test_kernel with k = v = q; scenario is its p.softmax_scale."""
-    q = torch.zeros(1, 1, 2, 8) if q is None else q
-    o = torch.zeros_like(q) if o is None else o
-    lse = torch.zeros(num_lse)
-    backend.forward(step, q, q, q, o, lse, causal=False, softmax_scale=scenario)
-    return o, lse
-
+from common.step import Specialization, Step
+from verify.little_kernels import Fault, expect_report, run, write_faults, write_step
 
 # ---- order
 
@@ -225,16 +164,7 @@ def test_warp_collectives(tmp_path):
 # ---- faults
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What 48 threads (a full warp and half of one) execute, and what the report says."""
-
-    name: str
-    statement: str
-    report: str  # a regular expression; @ stands for the statement's place
-    seed: int = 0
-
-
+# What 48 threads (a full warp and half of one) execute.
 FAULTS = [
     # With an even seed buffers end at a guard page, with an odd one they start there.
     Fault(
@@ -370,26 +300,18 @@ __device__ __attribute__((noinline)) float deep(int n) {
 
 @pytest.fixture(scope="module")
 def faults_step(tmp_path_factory) -> Step:
-    body = "    char* raw = reinterpret_cast<char*>(&smem);\n    switch (int(p.softmax_scale)) {\n"
-    for i, fault in enumerate(FAULTS):
-        body += f"case {i}: {{ {fault.statement} }} break;\n"
-    body += "case -1: raw[t] = 0; }"
-    folder = tmp_path_factory.mktemp("faults")
-    return write_step(folder, "faults", body, globals_=FAULT_GLOBALS)
+    return write_faults(
+        tmp_path_factory.mktemp("faults"),
+        FAULTS,
+        "    char* raw = reinterpret_cast<char*>(&smem);\n    raw[t] = 0;",
+        globals_=FAULT_GLOBALS,
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_is_reported(faults_step, fault, monkeypatch):
     monkeypatch.setattr(cpu, "MIN_TIME_LIMIT_S", 1)
-    number = FAULTS.index(fault)
-    lines = faults_step.path.read_text().splitlines()
-    line = next(i for i, text in enumerate(lines, 1) if text.startswith(f"case {number}:"))
-    with pytest.raises(SimtError) as error:
-        run(faults_step, CpuBackend(fault.seed), scenario=number)
-    report = fault.report.replace("@", rf"\(faults.cu:{line}\)")
-    assert re.search(report, str(error.value)), f"{error.value}\n--- does not match\n{report}"
-    assert str(error.value).startswith("faults (d8_fp32): ")
-    assert " in kernel test_kernel" in str(error.value).splitlines()[0]
+    expect_report(faults_step, FAULTS, fault)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -5,16 +5,20 @@
 //
 //     cuda.h        keywords, vector types, maths    element.h    bf16 and fp16
 //     warp.h        shuffles and votes               block.h      __syncthreads, shared memory
-//     vector.h      16-byte accesses                 run.h        main(), the launches
+//     vector.h      16-byte accesses                 copy.cuh     16-byte copies, cp.async
+//     mma.cuh       ldmatrix, mma.sync               wmma.cuh     CUDA's warp matrices
+//     access.h      addresses checked and counted    banks.h      bank conflicts
 //     collective.h  what threads do together         scheduler.h  blocks, threads, who runs next
 //     thread.h      the state of a thread            stall.h      why no thread can run
 //     fiber.h       switching stacks                 memory.h     buffers between guard pages
 //     trap.h        signals become reports           report.h     how a report is written
 //     sanitizer.h   fibers and AddressSanitizer      random.h     numbers drawn from the seed
+//     run.h         main(), the launches
 //
 // A new instruction is a function with the name of its wrapper in common/device. If threads execute
 // it together, it is a call of collective(). If a thread waits in it for something else, it calls
-// Worker::start_waiting() and yield(), and whatever it waits for calls make_runnable().
+// Worker::start_waiting() and yield(), and whatever it waits for calls make_runnable(). If it
+// accesses memory, the address goes through vector_access() or shared_access().
 #pragma once
 #include "block.h"
 #include "cuda.h"

@@ -17,6 +17,10 @@ struct alignas(16) float4 {
     float x, y, z, w;
 };
 
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 // As in CUDA, of a number and NaN the number.

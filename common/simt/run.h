@@ -1,6 +1,6 @@
 // main(): the step as a program. `step describe` writes the launch descriptor; `step run` reads one
-// request from stdin, executes the kernels and writes o and lse to stdout. common/cpu.py is the
-// other side.
+// request from stdin, executes the kernels and writes to stdout o, lse and, where bank conflicts
+// are counted, a line for each place that accesses shared memory. common/cpu.py is the other side.
 #pragma once
 #include <dlfcn.h>
 #include <pthread.h>
@@ -35,6 +35,7 @@ struct Request {
     uint64_t seed;
     int32_t workers;  // OS threads
     int32_t time_limit_s;
+    int32_t count_banks;  // 0 or 1
     BufferRequest buffers[NUM_BUFFERS];
     KernelRequest kernels[3];
 };
@@ -45,6 +46,9 @@ using Kernel = void (*)(AttentionParams);
 
 inline Kernel kernel;
 inline AttentionParams kernel_params;
+
+inline BankCounter bank_counter;  // of all workers that have ended
+inline pthread_mutex_t bank_counter_mutex = PTHREAD_MUTEX_INITIALIZER;
 
 inline void read_exactly(void* to, size_t bytes) {
     if (fread(to, 1, bytes, stdin) != bytes) Report().add("the request ends too early").fail();
@@ -86,6 +90,11 @@ class Grid {
         for (size_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < order.size();) {
             worker.run_block(order[i]);
         }
+        if (const BankCounter* banks = worker.banks()) {
+            pthread_mutex_lock(&bank_counter_mutex);
+            bank_counter.add(*banks);
+            pthread_mutex_unlock(&bank_counter_mutex);
+        }
     }
 
     const Launch& launch;
@@ -114,6 +123,7 @@ inline void launch_kernel(const Request& request, int index) {
         .smem_bytes = static_cast<size_t>(asked.smem_bytes),
         .smem_flush = request.seed % 2 ? Flush::START : Flush::END,
         .seed = mix(request.seed) + index,
+        .count_banks = request.count_banks != 0,
     };
     Grid(launch).run(request.workers);
     for (const Buffer& buffer : global_buffers) {
@@ -160,6 +170,10 @@ inline int run_request() {
     for (int i = 0; i < 3 && request.kernels[i].name[0]; ++i) launch_kernel(request, i);
     write_exactly(answer, pointers[O], request.buffers[O].bytes);
     write_exactly(answer, pointers[LSE], request.buffers[LSE].bytes);
+    for (const BankCounter::Place& place : bank_counter.places()) {
+        fprintf(answer, "%s\t%s\t%d\t%lld\t%lld\t%lld\n", place.operation, place.site.file_name(),
+                place.site.line, place.accesses, place.ideal, place.wavefronts);
+    }
     return fflush(answer);
 }
 

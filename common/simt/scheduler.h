@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "banks.h"
 #include "memory.h"
 #include "random.h"
 #include "report.h"
@@ -29,6 +30,7 @@ struct Launch {
     size_t smem_bytes;
     Flush smem_flush;
     uint64_t seed;
+    bool count_banks;
 };
 
 // Runs blocks one after another on the OS thread that made it.
@@ -68,6 +70,7 @@ class Worker {
         num_exited = 0;
         for (int i = 0; i < launch.num_threads; ++i) {
             threads[i].operation = {};
+            threads[i].copies.clear();
             make_runnable(i);
         }
         Fiber::switch_to(scheduler, next_thread());
@@ -75,6 +78,7 @@ class Worker {
         if (const char* where = smem.damaged_slack()) {
             fault("out-of-bounds write").add(": %s of shared memory", where).fail();
         }
+        bank_counter.end_block();
     }
 
     // From here the running thread waits in a collective, until make_runnable() is called for it.
@@ -100,9 +104,12 @@ class Worker {
 
     Thread& thread(int i) { return threads[i]; }
     int running_thread() const { return running; }
+    Thread& self() { return threads[running]; }
     Group& block() { return block_group; }
     Group& warp() { return warp_groups[running / WARP_SIZE]; }
     const Buffer& shared_memory() const { return smem; }
+    // nullptr where the launch asks for no count.
+    BankCounter* banks() { return launch.count_banks ? &bank_counter : nullptr; }
 
     // The thread whose stack has overflowed into this address, or NO_THREAD.
     static constexpr int NO_THREAD = -1;
@@ -176,6 +183,7 @@ class Worker {
 
     const Launch& launch;
     Buffer smem;
+    BankCounter bank_counter;
     std::vector<Thread> threads;
     std::vector<GuardedPages> stacks;
     Group block_group;

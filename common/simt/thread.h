@@ -26,6 +26,13 @@ struct Operation {
     }
 };
 
+// A cp.async that has not landed: 16 bytes, zeros where there is nothing to copy from.
+struct AsyncCopy {
+    void* to;
+    const void* from;
+    uint64_t group;  // how many groups its thread had committed at its issue
+};
+
 struct Thread {
     enum State : uint8_t { RUNNABLE, WAITING, EXITED };
 
@@ -33,6 +40,8 @@ struct Thread {
     State state;
     Operation operation;
     void* payload;  // what it brought to the collective; on its stack, so valid while it waits
+    std::vector<AsyncCopy> copies;  // the block's, in the order of their issue
+    uint64_t num_copy_groups = 0;   // committed so far
 };
 
 // A collective that some, not all of its threads have reached.

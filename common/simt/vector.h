@@ -1,32 +1,16 @@
 // Vector accesses to memory, which on the device need an aligned address and here check that.
 #pragma once
+#include "access.h"
 #include "cuda.h"
 #include "element.h"
-#include "trap.h"
-
-namespace simt {
-
-template <size_t BYTES, typename T>
-T* require_aligned(T* address, const char* operation, Site site) {
-    if (reinterpret_cast<uintptr_t>(address) % BYTES) {
-        Report report = Worker::current()->fault("misaligned access");
-        report.add(": %s (%s:%d) needs a multiple of %zu bytes, not the address ", operation,
-                   site.file_name(), site.line, BYTES);
-        describe_address(report, reinterpret_cast<const std::byte*>(address));
-        report.fail();
-    }
-    return address;
-}
-
-}  // namespace simt
 
 // Four floats in one 16-byte access; p must be 16-byte aligned.
 inline float4 load_float4(const float* p, simt::Site site = simt::Site::here()) {
-    return *reinterpret_cast<const float4*>(simt::require_aligned<16>(p, "load_float4", site));
+    return *reinterpret_cast<const float4*>(simt::vector_access<16>(p, "load_float4", site));
 }
 
 inline void store_float4(float* p, float4 x, simt::Site site = simt::Site::here()) {
-    *reinterpret_cast<float4*>(simt::require_aligned<16>(p, "store_float4", site)) = x;
+    *reinterpret_cast<float4*>(simt::vector_access<16>(p, "store_float4", site)) = x;
 }
 
 // Four floats, rounded, in one 8-byte access; p must be 8-byte aligned.
@@ -34,7 +18,7 @@ template <typename T>
 void store_float4(T* p, float4 x, simt::Site site = simt::Site::here()) {
     const T elements[4] = {from_float<T>(x.x), from_float<T>(x.y), from_float<T>(x.z),
                            from_float<T>(x.w)};
-    memcpy(simt::require_aligned<8>(p, "store_float4", site), elements, sizeof(elements));
+    memcpy(simt::vector_access<8>(p, "store_float4", site), elements, sizeof(elements));
 }
 
 // VEC elements in one 16-byte access, converted to or from float; p must be 16-byte aligned.
@@ -42,12 +26,12 @@ constexpr int VEC = 16 / sizeof(Element);
 
 inline void load_vector(float (&x)[VEC], const Element* p, simt::Site site = simt::Site::here()) {
     Element elements[VEC];
-    memcpy(elements, simt::require_aligned<16>(p, "load_vector", site), sizeof(elements));
+    memcpy(elements, simt::vector_access<16>(p, "load_vector", site), sizeof(elements));
     for (int i = 0; i < VEC; ++i) x[i] = to_float(elements[i]);
 }
 
 inline void store_vector(Element* p, const float (&x)[VEC], simt::Site site = simt::Site::here()) {
     Element elements[VEC];
     for (int i = 0; i < VEC; ++i) elements[i] = from_float<Element>(x[i]);
-    memcpy(simt::require_aligned<16>(p, "store_vector", site), elements, sizeof(elements));
+    memcpy(simt::vector_access<16>(p, "store_vector", site), elements, sizeof(elements));
 }
