@@ -52,10 +52,10 @@ check: $(READY)  ## all steps on all cases; STEPS="v01 v03" CASES=ragged,gqa SEE
 	$(PY) verify/check.py $(strip $(STEPS) $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED)) \
 	    $(if $(BACKEND),--backend $(BACKEND)) $(if $(SANITIZE),--sanitize))
 
-bench: $(READY)  ## on a GPU: time all steps and the peers in one run; EXPERIMENTS=1: the experiments
-	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments)
+bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the experiments; GRID=1: more shapes
+	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments) $(if $(GRID),--grid)
 
-profile: $(READY)  ## N=4, on a GPU: add Nsight Compute's counters to that step's record
+profile: $(READY)  ## N=4: registers, instructions and bank conflicts of that step; on a GPU also ncu's counters
 	$(PY) -m common profile $(N)
 
 worklog: $(READY)  ## write tables, numbers and plots from profiles/; CHECK=1: fail where they differ

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from pathlib import Path
 
 import torch
 
-from common.build import build_cubin, parse_resources
+from common import summary, tables
 from common.command_line import Parser, guarded
+from common.compile_gate import compile_all
 from common.counters import collect
 from common.errors import UsageError
 from common.gpu import GpuBackend
 from common.profile import load_profile
 from common.record import PROFILES_DIR, gpu_folder, is_stale, read_records, write_record
-from common.step import ROOT, Specialization, Step, all_steps, find_step
-from common.tables import markdown, results, summary
+from common.static import PROBLEM, count_bank_conflicts, static_path, static_record
+from common.step import ROOT, Step, all_steps, find_step
 from common.worklog import HEADLINE_GPU, regenerate
 from verify.cases import find_cases
 from verify.check import check_steps
-
-HOPPER = "sm_90"
-# From the register tiles on, a spill or an array in local memory is a mistake.
-FIRST_WITHOUT_LOCAL_MEMORY = "v04"
 
 
 def run_step(name: str) -> int:
@@ -35,6 +30,7 @@ def run_step(name: str) -> int:
     print(f"{step.name}: {step.title}\n\nchange: {step.change}\nwhy: {step.why}\n", flush=True)
     if not check_steps([step]):
         return 1
+    _print_bank_conflicts(count_bank_conflicts(step))
     obstacle = _why_not_timed(step)
     if obstacle is None:
         from common.measure import measure, step_candidate
@@ -55,7 +51,7 @@ def run_step(name: str) -> int:
     else:
         if step.name in recorded.stale:
             print("  stale: the source has changed since")
-        print(summary(record))
+        print(summary.measured(record))
     _report_regenerated()
     return 0
 
@@ -74,8 +70,7 @@ def _report_regenerated() -> None:
 
 def bench(experiments: bool) -> int:
     """Measures all steps, or all experiments beside their steps, in one run."""
-    if not torch.cuda.is_available():
-        raise UsageError("nothing can be timed: there is no CUDA device")
+    _require_gpu()
     from common.measure import experiment_candidates, measure, step_candidate
 
     candidates = (
@@ -87,70 +82,71 @@ def bench(experiments: bool) -> int:
     for path in written:
         print(f"recorded {path.relative_to(ROOT)}")
     if not experiments:
-        print(results(load_profile(written[0].parent, ROOT)))
+        print(tables.results(load_profile(written[0].parent, ROOT)))
     _report_regenerated()
     return 0
+
+
+def bench_grid() -> int:
+    """Measures the steps and their peers over a grid of shapes."""
+    _require_gpu()
+    from common.grid import measure_grid
+
+    path = measure_grid()
+    print(f"recorded {path.relative_to(ROOT)}")
+    print(tables.grid(load_profile(path.parent, ROOT)))
+    _report_regenerated()
+    return 0
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise UsageError("nothing can be timed: there is no CUDA device")
 
 
 def profile(name: str) -> int:
-    """Adds ncu's counters to the record of one step."""
+    """Records what is known of a step or an experiment without a GPU, and on one ncu's counters."""
     step = find_step(name)
-    if not torch.cuda.is_available():
-        raise UsageError("nothing can be profiled: there is no CUDA device")
-    path = PROFILES_DIR / gpu_folder(torch.cuda.get_device_name()) / f"{step.name}.json"
-    record = read_records(path.parent).get(step.name)
-    if record is None or is_stale(record, step):
-        raise UsageError(f"{step.name} has no record of its present source: make step N={name}")
-    print(f"{step.name}: profiling", flush=True)
-    write_record(path, {**record, "counters": collect(step)})
-    print(f"recorded {path.relative_to(ROOT)}")
+    record = static_record(step)
+    print(f"{step.name}: {step.title}\n\n{summary.compiled(record)}")
+    _print_bank_conflicts(record["banks"])
+    _write(static_path(step), record)
     _report_regenerated()
+    if torch.cuda.is_available():
+        _add_counters(step)
+        _report_regenerated()
+    else:
+        print("Nsight Compute was not run, as there is no CUDA device.")
     return 0
 
 
-def compile_all() -> int:
-    """Compiles every step for its lowest architecture and Hopper; fails on local memory."""
-    jobs = [
-        (step, Specialization(head_dim, dtype, causal), arch)
-        for step in all_steps()
-        for arch in dict.fromkeys((step.limits.arch, HOPPER))
-        if not (step.limits.arch.endswith("a") and arch == HOPPER)
-        for head_dim, dtype, causal in product((64, 128, 256), ("bf16", "fp32"), (False, True))
-        if arch == HOPPER or (head_dim, dtype, causal) == (128, "bf16", False)
-    ]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        builds = list(pool.map(lambda job: build_cubin(*job), jobs))
-    rows, offenders = [], []
-    for (step, spec, arch), build in zip(jobs, builds, strict=True):
-        for kernel, r in parse_resources(build.log).items():
-            spills = r.spill_store_bytes + r.spill_load_bytes
-            row = (
-                step.name,
-                kernel,
-                arch,
-                spec,
-                r.registers,
-                r.static_smem,
-                r.stack_bytes,
-                spills,
-            )
-            rows.append([str(cell) for cell in row])
-            if step.name >= FIRST_WITHOUT_LOCAL_MEMORY and (r.stack_bytes or spills):
-                offenders.append(f"{step.name} {kernel} {arch} {spec}")
-    columns = [
-        "step",
-        "kernel",
-        "arch",
-        "specialization",
-        ">registers",
-        ">static smem",
-        ">stack bytes",
-        ">spill bytes",
-    ]
-    print(markdown(columns, rows))
-    for offender in offenders:
-        print(f"error: local memory in {offender}", file=sys.stderr)
-    return 1 if offenders else 0
+def _add_counters(step: Step) -> None:
+    """Adds ncu's counters to what was measured here. Raises UsageError where nothing was."""
+    folder = PROFILES_DIR / gpu_folder(torch.cuda.get_device_name())
+    remedy = f"make step N={step.name}"
+    if step not in all_steps():
+        folder, remedy = folder / "experiments", "make bench EXPERIMENTS=1"
+    record = read_records(folder).get(step.name)
+    if record is None or is_stale(record, step):
+        raise UsageError(f"{step.name} has no record of its present source: {remedy}")
+    print(f"{step.name}: profiling", flush=True)
+    counters = collect(step)
+    if isinstance(counters, str):
+        print(f"warning: Nsight Compute's counters are {counters}", file=sys.stderr)
+        if not isinstance(record["counters"], str):
+            return  # those of a run that was permitted stay
+    _write(folder / f"{step.name}.json", record | {"counters": counters})
+
+
+def _write(path: Path, record: dict) -> None:
+    write_record(path, record)
+    print(f"recorded {path.relative_to(ROOT)}")
+
+
+def _print_bank_conflicts(places: list[dict]) -> None:
+    problem = f"{PROBLEM.shape.seq_q} queries and {PROBLEM.shape.seq_k} keys"
+    print(f"\nShared memory, counted by the SIMT runtime on {problem}:\n")
+    print(summary.bank_conflicts(places), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -161,16 +157,18 @@ def _main(arguments: list[str] | None) -> int:
     parser = Parser(prog="python -m common")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("step", help="build, check and measure one step").add_argument("name")
-    commands.add_parser("profile", help="ncu's counters of one step").add_argument("name")
-    commands.add_parser("bench", help="measure all steps").add_argument(
-        "--experiments", action="store_true"
-    )
+    commands.add_parser(
+        "profile", help="what compiler, SIMT runtime and Nsight Compute say of one step"
+    ).add_argument("name")
+    measured = commands.add_parser("bench", help="measure all steps").add_mutually_exclusive_group()
+    measured.add_argument("--experiments", action="store_true", help="the experiments instead")
+    measured.add_argument("--grid", action="store_true", help="over head dimensions and masks")
     commands.add_parser("compile", help="compile all steps with nvcc and report their resources")
     options = parser.parse_args(arguments)
     if options.command == "step":
         return run_step(options.name)
     if options.command == "bench":
-        return bench(options.experiments)
+        return bench_grid() if options.grid else bench(options.experiments)
     if options.command == "profile":
         return profile(options.name)
     return compile_all()

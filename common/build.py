@@ -42,16 +42,29 @@ class Resources:
     spill_load_bytes: int
 
 
+def toolkit_program(name: str) -> str | None:
+    """Path of a program of the CUDA toolkit: on PATH, or under $CUDA_HOME or /usr/local/cuda."""
+    return shutil.which(name) or shutil.which(name, path=_toolkit_bin())
+
+
+def _toolkit_bin() -> Path:
+    return Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+
+
 @cache
 def nvcc() -> str:
-    """Path of nvcc: on PATH, or under $CUDA_HOME or /usr/local/cuda. Raises UsageError without."""
-    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    found = shutil.which("nvcc") or shutil.which("nvcc", path=home / "bin")
+    """Path of nvcc. Raises UsageError where there is none."""
+    found = toolkit_program("nvcc")
     if not found:
         raise UsageError(
-            f"no nvcc on PATH or in {home / 'bin'}: install the CUDA toolkit or set CUDA_HOME"
+            f"no nvcc on PATH or in {_toolkit_bin()}: install the CUDA toolkit or set CUDA_HOME"
         )
     return found
+
+
+def toolkit_version() -> str:
+    """nvcc's version, e.g. "13.0.88". Raises UsageError where there is no nvcc."""
+    return re.search(r"V([\d.]+)", compiler_version(nvcc()))[1]
 
 
 @cache

@@ -7,15 +7,14 @@ replays each kernel many times, so its durations are never mixed with measured t
 from __future__ import annotations
 
 import csv
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
 from common.backend import run
-from common.build import nvcc
+from common.build import toolkit_program
+from common.environment import NOT_COLLECTED
 from common.errors import UsageError
 from common.step import ROOT, Step, find_step
 from verify.cases import find_cases
@@ -64,19 +63,24 @@ METRICS = (
     *(STALL.format(reason) for reason in STALL_REASONS),
 )
 
+NO_PERMISSION = "ERR_NVGPUCTRPERM"  # what ncu says where only administrators may read the counters
 
-def collect(step: Step) -> dict[str, dict[str, float | None]]:
+
+def collect(step: Step) -> dict[str, dict[str, float | None]] | str:
     """ncu's METRICS of each kernel of the step, by kernel and metric name, in base units.
 
-    Raises UsageError where ncu is missing or may not read the counters.
+    "not collected" and why where the driver does not permit it. Raises UsageError where ncu is
+    missing or fails.
     """
-    ncu = shutil.which("ncu") or shutil.which("ncu", path=Path(nvcc()).parent)
+    ncu = toolkit_program("ncu")
     if not ncu:
         raise UsageError("no ncu on PATH: install Nsight Compute, a part of the CUDA toolkit")
     command = [ncu, "--clock-control", "none", "--kernel-name", "regex:^attention_"]
     command += ["--metrics", ",".join(METRICS), "--csv", "--page", "raw", "--print-units", "base"]
     command += [sys.executable, "-m", "common.counters", str(step.path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if NO_PERMISSION in ended.stdout + ended.stderr:
+        return f"{NOT_COLLECTED}: not permitted ({NO_PERMISSION})"
     lines = ended.stdout.splitlines()
     table = [line for line in lines if line.startswith('"')]
     if ended.returncode or not table:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import platform
-import re
 import subprocess
 
 import torch
 
-from common.build import compiler_version, nvcc
+from common.build import toolkit_version
 from common.step import ROOT
 
 NOT_COLLECTED = "not collected"
@@ -73,7 +72,7 @@ def versions() -> dict[str, str]:
     return {
         "device": torch.cuda.get_device_name(),
         "driver": found[0].nvmlSystemGetDriverVersion() if found else NOT_COLLECTED,
-        "toolkit": re.search(r"V([\d.]+)", compiler_version(nvcc()))[1],
+        "toolkit": toolkit_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

@@ -5,27 +5,34 @@
     v04.fa3_share : .0%                  one of common.profile.figures
     peers.sdpa_cudnn.time_ms : .3f       of the latest run
     experiments.v04_no_padding.gain : .2f
+    grid.d64_causal.v07 : .1f            TFLOP/s of a step or a peer in a cell of common/grid.py
+    v06.sass.attention_forward.HMMA      one of common.profile.static_figures
+    v06.banks.ldmatrix_x4.conflicts
 
-A dotted path walks through the record's JSON and common.profile.figures. What has no record, or one
-whose source has changed, reads "not measured"; a quotient of times that come from different runs
-reads "not measured together".
+A dotted path walks through the record's JSON and common.profile.figures; "sass" and "banks" lead to
+the static record of the step or experiment. What has no record, or one whose source has changed,
+reads "not measured"; a quotient of times that come from different runs reads "not measured
+together".
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import UsageError
-from common.profile import Profile, figures
+from common.profile import Profile, figures, static_figures
 
 NOT_MEASURED = "not measured"
+CHANGED = f"{NOT_MEASURED} since the source changed"
 
 _OPERAND = r"[a-z_][\w.]*|\d+(?:\.\d+)?"
 _EXPRESSION = re.compile(
     rf"\s*(?P<first>{_OPERAND})(?P<rest>(?:\s*[*/]\s*(?:{_OPERAND}))*)"
     r"\s*(?::\s*(?P<format>\S+)\s*)?"
 )
+_STATIC = {"sass", "banks"}
 _TIMES = {"time_ms", "time_p25_ms", "time_p75_ms", "tflops"}
 
 
@@ -77,31 +84,49 @@ def _combine(left: _Value, operator: str, right: _Value) -> _Value:
 def _operand(text: str, profile: Profile) -> _Value:
     if text[0].isdigit():
         return _Value(float(text))
-    head, *keys = text.split(".")
-    if head == "peers":
-        record = profile.newest
-        keys = ["peers", *keys]
-    elif head == "experiments" and keys:
+    name, *keys = text.split(".")
+    if name == "grid":
+        return _cell_rate(profile, keys, text)
+    if name == "peers":
+        return _walk(profile.newest, figures, ["peers", *keys], text)
+    sources, records = profile.steps, profile.records
+    if name == "experiments" and keys:
         name = keys.pop(0)
-        _require(name, [patch.name for patch in profile.patches], text)
-        record = profile.experiments.get(name)
-        _refuse_stale(name, profile)
-    else:
-        _require(head, [step.name for step in profile.steps], text)
-        record = profile.records.get(head)
-        _refuse_stale(head, profile)
+        sources, records = profile.patches, profile.experiments
+    _require(name, [source.name for source in sources], text)
+    stale, derive = profile.stale, figures
+    if keys and keys[0] in _STATIC:
+        records, stale, derive = profile.static, profile.static_stale, static_figures
+    if name in stale:
+        raise _Unavailable(CHANGED)
+    return _walk(records.get(name), derive, keys, text)
+
+
+def _cell_rate(profile: Profile, keys: list[str], text: str) -> _Value:
+    if len(keys) != 2:
+        raise UsageError(f"'{text}' does not read like 'grid.d128_causal.v07'")
+    if profile.grid is None:
+        raise _Unavailable(NOT_MEASURED)
+    cells = {cell["name"]: cell for cell in profile.grid["cells"]}
+    _require(keys[0], list(cells), text)
+    cell, name = cells[keys[0]], keys[1]
+    if name in profile.grid_stale:
+        raise _Unavailable(CHANGED)
+    if name not in cell["tflops"] and name in [step.name for step in profile.steps]:
+        raise _Unavailable(NOT_MEASURED)
+    _require(name, list(cell["tflops"]), text)
+    rate = cell["tflops"][name]
+    if isinstance(rate, dict):
+        raise _Unavailable("missing")
+    return _Value(rate, cell["run"])
+
+
+def _walk(
+    record: dict | None, derive: Callable[[dict], dict], keys: list[str], text: str
+) -> _Value:
     if record is None:
         raise _Unavailable(NOT_MEASURED)
-    return _walk(record, keys, text)
-
-
-def _refuse_stale(name: str, profile: Profile) -> None:
-    if name in profile.stale:
-        raise _Unavailable(f"{NOT_MEASURED} since the source changed")
-
-
-def _walk(record: dict, keys: list[str], text: str) -> _Value:
-    node: object = record | figures(record)
+    node: object = record | derive(record)
     for key in keys:
         if isinstance(node, str):  # "not collected"
             raise _Unavailable(node)

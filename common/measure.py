@@ -20,7 +20,7 @@ import datetime
 import math
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from common.record import (
 )
 from common.step import ROOT, Step, all_steps, read_step
 from common.timing import summarize, time_interleaved
-from verify.cases import Case, find_cases
+from verify.cases import Case, Inputs, find_cases
 from verify.reference import attention_in_dtype, attention_reference
 
 EXPERIMENTS_DIR = ROOT / "experiments"
@@ -97,14 +97,8 @@ def measure(candidates: Sequence[Candidate]) -> list[Path]:
     baselines = [candidate.baseline for candidate in candidates if candidate.baseline]
     steps = dict.fromkeys([*(candidate.step for candidate in candidates), *baselines])
 
-    trials: dict[str, _Trial] = {}
-    refusals = []
-    for step in steps:
-        try:
-            call = partial(run, backend, step, q, k, v, **_arguments(case))
-            trials[step.name] = _try(call, oracle)
-        except UsageError as refusal:
-            refusals.append(f"{step.name} is not measured: {refusal}")
+    trials, reasons = try_steps(backend, steps, case, (q, k, v), oracle)
+    refusals = [f"{name} is not measured: {reason}" for name, reason in reasons.items()]
     # A step is worth measuring without the one before it; an experiment is not without its step.
     candidates = [
         candidate
@@ -119,9 +113,11 @@ def measure(candidates: Sequence[Candidate]) -> list[Path]:
     memory = {
         candidate.step: _memory_over_seq(backend, candidate.step, case) for candidate in candidates
     }
-    peers = load(q, k, v)
+    peers = load(q, k, v, causal=case.causal)
     trials |= {
-        name: _try(peer.forward, oracle) for name, peer in peers.items() if isinstance(peer, Peer)
+        name: try_call(peer.forward, oracle)
+        for name, peer in peers.items()
+        if isinstance(peer, Peer)
     }
 
     # Sources as they are built and loaded by now, not as they may be when the last round is over.
@@ -134,11 +130,10 @@ def measure(candidates: Sequence[Candidate]) -> list[Path]:
     samples = time_interleaved({name: trial.call for name, trial in trials.items()})
     after = device_state()
 
-    outcomes = {name: _outcome(trial, samples[name], case) for name, trial in trials.items()}
+    outcomes = {name: outcome(trial, samples[name], case) for name, trial in trials.items()}
     yardstick = attention_in_dtype(q, k, v, causal=case.causal, softmax_scale=case.scale)
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     shared = {
-        "run": f"{now} {secrets.token_hex(4)}",
+        "run": new_run(),
         "git": git,
         **versions(),
         "environment": {"before": before, "after": after},
@@ -147,7 +142,7 @@ def measure(candidates: Sequence[Candidate]) -> list[Path]:
             "dtype": case.specialization.dtype,
             "causal": case.causal,
         },
-        "flops": _flops(case),
+        "flops": flops(case),
         "torch_errors": _errors(yardstick, oracle),
         "peers": {
             name: {"route": peer.route, **outcomes[name]}
@@ -186,8 +181,14 @@ def _counters_so_far(path: Path, step: Step) -> dict | str:
     return record["counters"] if record and not is_stale(record, step) else NOT_COLLECTED
 
 
+def new_run() -> str:
+    """What the records of one interleaved run share; a later one sorts behind it."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return f"{now} {secrets.token_hex(4)}"
+
+
 @dataclass(frozen=True)
-class _Trial:
+class Trial:
     """A call that works, and what was seen when it was tried."""
 
     call: Callable[[], object]
@@ -195,11 +196,29 @@ class _Trial:
     peak_memory_bytes: int
 
 
-def _try(call: Callable[[], object], oracle: tuple[torch.Tensor, torch.Tensor]) -> _Trial:
+def try_steps(
+    backend: GpuBackend,
+    steps: Iterable[Step],
+    case: Case,
+    inputs: Inputs,
+    oracle: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[dict[str, Trial], dict[str, str]]:
+    """By the steps' names: those that run, and why the others do not."""
+    trials, refusals = {}, {}
+    for step in steps:
+        try:
+            call = partial(run, backend, step, *inputs, **_arguments(case))
+            trials[step.name] = try_call(call, oracle)
+        except UsageError as refusal:
+            refusals[step.name] = str(refusal)
+    return trials, refusals
+
+
+def try_call(call: Callable[[], object], oracle: tuple[torch.Tensor, torch.Tensor]) -> Trial:
     """call returns o or (o, lse)."""
     result, peak_memory_bytes = _peak_memory(call)
     outputs = (result,) if isinstance(result, torch.Tensor) else result
-    return _Trial(call, _errors(outputs, oracle), peak_memory_bytes)
+    return Trial(call, _errors(outputs, oracle), peak_memory_bytes)
 
 
 def _arguments(case: Case) -> dict:
@@ -243,17 +262,18 @@ def _errors(outputs: Sequence[torch.Tensor], oracle: Sequence[torch.Tensor]) -> 
     }
 
 
-def _flops(case: Case) -> int:
-    """Of the two matrix products, a multiply-add counted as two."""
+def flops(case: Case) -> int:
+    """Of the two matrix products, a multiply-add counted as two; half of them when causal."""
     shape = case.shape
-    return 4 * shape.batch * shape.heads * shape.seq_q * shape.seq_k * shape.head_dim
+    full = 4 * shape.batch * shape.heads * shape.seq_q * shape.seq_k * shape.head_dim
+    return full // 2 if case.causal else full
 
 
-def _outcome(trial: _Trial, samples_ms: list[float], case: Case) -> dict:
+def outcome(trial: Trial, samples_ms: list[float], case: Case) -> dict:
     summary = summarize(samples_ms)
     return {
         **summary,
-        "tflops": _flops(case) / summary["time_ms"] / 1e9,
+        "tflops": flops(case) / summary["time_ms"] / 1e9,
         "samples_ms": samples_ms,
         "errors": trial.errors,
         "peak_memory_bytes": trial.peak_memory_bytes,

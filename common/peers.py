@@ -1,4 +1,8 @@
-"""What one would use instead: torch's SDPA pinned to each backend, and FlashAttention-3."""
+"""What one would use instead: torch's SDPA pinned to each backend, and FlashAttention-3.
+
+All with as many key heads as heads. Torch aligns a causal mask with the first key, FlashAttention
+with the last: it is the same where there are as many queries as keys.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,9 @@ class Peer:
     route: str
 
 
-def load(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Peer | str]:
+def load(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> dict[str, Peer | str]:
     """Every peer, ready to run on q, k, v [batch, heads, seq, head_dim], or why it is missing."""
     cudnn = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0
     loaders = {
@@ -36,7 +42,7 @@ def load(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Peer | 
     peers: dict[str, Peer | str] = {}
     for name, loader in loaders.items():
         try:
-            peer = loader(q, k, v)
+            peer = loader(q, k, v, causal)
             peer.forward()  # some refuse the device, the shape or the memory only when they run
             torch.cuda.synchronize()
             peers[name] = peer
@@ -45,25 +51,28 @@ def load(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Peer | 
     return peers
 
 
-def _sdpa(backend: SDPBackend, what: str, q, k, v) -> Peer:
+def _sdpa(backend: SDPBackend, what: str, q, k, v, causal: bool) -> Peer:
     def forward() -> torch.Tensor:
         # Entering the context costs host time only, and the timer keeps the host ahead of the
         # device.
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v)
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     return Peer(forward, f"torch {torch.__version__}, {what}")
 
 
-def _flash_attention_3(q, k, v) -> Peer:
+def _flash_attention_3(q, k, v, causal: bool) -> Peer:
     call, route = _flash_attention_3_call()
     # The layout it was written for, so that no stride is held against it.
     q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-    return Peer(lambda: call(q, k, v).transpose(1, 2), route)
+    return Peer(lambda: call(q, k, v, causal).transpose(1, 2), route)
 
 
 def _flash_attention_3_call() -> tuple[Callable[..., torch.Tensor], str]:
-    """A function on [batch, seq, heads, head_dim] and its origin. Raises ImportError or OSError."""
+    """A function of q, k, v [batch, seq, heads, head_dim] and causal, and its origin.
+
+    Raises ImportError or OSError.
+    """
     if library := os.environ.get("FLASH_ATTN_3_LIB"):
         torch.ops.load_library(library)
         return _registered_op, "library at $FLASH_ATTN_3_LIB"
@@ -73,8 +82,8 @@ def _flash_attention_3_call() -> tuple[Callable[..., torch.Tensor], str]:
         pass
     else:
 
-        def call(q, k, v):
-            result = flash_attn_interface.flash_attn_func(q, k, v)
+        def call(q, k, v, causal):
+            result = flash_attn_interface.flash_attn_func(q, k, v, causal=causal)
             return result[0] if isinstance(result, tuple) else result  # older ones return lse, too
 
         return call, "flash_attn_interface"
@@ -89,5 +98,5 @@ def _flash_attention_3_call() -> tuple[Callable[..., torch.Tensor], str]:
     return _registered_op, f"xformers {xformers.__version__}"
 
 
-def _registered_op(q, k, v) -> torch.Tensor:
-    return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=False)[0]
+def _registered_op(q, k, v, causal: bool) -> torch.Tensor:
+    return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal)[0]

@@ -17,6 +17,7 @@ from common.profile import Profile
 
 INK, GRID = "#24292f", "#d8dee4"
 STEP_COLOR, PEER_COLOR, ROOF_COLORS = "#2f6fb0", "#b6bec8", ("#8250df", "#c4532d")
+LINE_HEIGHT = 1.3  # of a label, as a factor on the roofline's y axis
 
 STYLE = {
     "svg.fonttype": "none",
@@ -114,7 +115,7 @@ def _roofline(profile: Profile, ceilings: Ceilings) -> Figure:
     """Each step at the fewest bytes its design moves through global memory."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    low, high = 1.0, 1e4
+    low, high = 1.0, 2e4
     roofs = (
         ("BF16 tensor cores", ceilings.bf16_tensor_tflops, ROOF_COLORS[0]),
         ("FP32 FMA", ceilings.fp32_tflops, ROOF_COLORS[1]),
@@ -122,9 +123,7 @@ def _roofline(profile: Profile, ceilings: Ceilings) -> Figure:
     for name, peak, color in roofs:
         ridge = peak / ceilings.dram_tb_per_s
         axes.plot([ridge, high], [peak, peak], color=color, linewidth=1.6)
-        axes.text(
-            high, peak * 1.08, f"{name}, {peak:g} TFLOP/s", ha="right", va="bottom", color=color
-        )
+        axes.text(1.5 * ridge, 1.08 * peak, f"{name}, {peak:g} TFLOP/s", va="bottom", color=color)
     top = roofs[0][1] / ceilings.dram_tb_per_s
     axes.plot([low, top], [low * ceilings.dram_tb_per_s, roofs[0][1]], color=INK, linewidth=1.6)
     x, y = 2 * low, 2.4 * low * ceilings.dram_tb_per_s
@@ -136,14 +135,20 @@ def _roofline(profile: Profile, ceilings: Ceilings) -> Figure:
         rotation_mode="anchor",
         transform_rotates_text=True,
     )
-    label_top: dict[int, float] = {}  # of the highest label so far, by place on the x axis
-    for name, record in sorted(profile.records.items(), key=lambda item: item[1]["tflops"]):
+    # A label stands left of its point if there is room, else right of it, and else lower.
+    lowest: dict[tuple[int, str], float] = {}  # label so far, by place on the x axis and side
+    for name, record in sorted(profile.records.items(), key=lambda item: -item[1]["tflops"]):
         intensity, rate = record["flops"] / record["least_bytes"], record["tflops"]
         place = round(4 * math.log10(intensity))
-        label_top[place] = label_y = max(rate, 1.14 * label_top.get(place, 0))
-        axes.plot(intensity, rate, "o", color=STEP_COLOR, markersize=7)
+        label_x = {"right": intensity / 1.14, "left": intensity * 1.14}  # by the text's alignment
+        label_y = {
+            side: min(rate, lowest.get((place, side), math.inf) / LINE_HEIGHT) for side in label_x
+        }
+        side = max(label_y, key=label_y.__getitem__)
+        lowest[place, side] = label_y[side]
+        axes.plot(intensity, rate, "o", color=STEP_COLOR, markersize=8, markeredgecolor="white")
         label = f"{_label(profile, name)}  {rate:.3g}"
-        axes.text(intensity / 1.14, label_y, label, ha="right", va="center")
+        axes.text(label_x[side], label_y[side], label, ha=side, va="center")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(low, high)

@@ -1,22 +1,26 @@
-"""What was recorded on one GPU, beside the steps and experiments as they are now."""
+"""What was recorded on one GPU and without one, beside steps and experiments as they are now."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.counters import readable
 from common.errors import UsageError
 from common.patch import Patch, read_patch
-from common.record import is_stale, read_records
+from common.record import STATIC, is_stale, read_grid, read_records
+from common.record_form import STATIC_RECORD
+from common.sass import OPCODES
 from common.step import Step, all_steps, read_step
 
 FA3 = "flash_attention_3"
+BANK_COUNTS = ("accesses", "ideal", "wavefronts")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The records in one folder of profiles/, of steps and of experiments, by name."""
+    """The records in one folder of profiles/, of steps and of experiments, and the static ones."""
 
     folder: Path
     steps: tuple[Step, ...]
@@ -24,6 +28,10 @@ class Profile:
     records: dict[str, dict]
     experiments: dict[str, dict]
     stale: frozenset[str]  # steps and experiments whose source has changed since their record
+    grid: dict | None  # the record of many shapes
+    grid_stale: frozenset[str]  # steps
+    static: dict[str, dict]  # of steps and experiments, in the order of the worklog
+    static_stale: frozenset[str]
 
     @property
     def newest(self) -> dict | None:
@@ -48,15 +56,25 @@ def load_profile(folder: Path, root: Path) -> Profile:
         for name, record in read_records(folder / "experiments").items()
         if name in names
     }
-    stale = {
-        step.name for step in steps if step.name in records and is_stale(records[step.name], step)
-    }
-    stale |= {
-        patch.name
-        for patch in patches
-        if patch.name in experiments and _is_stale(experiments, patch)
-    }
-    return Profile(folder, steps, patches, records, experiments, frozenset(stale))
+    grid = read_grid(folder)
+    static = read_records(root / "profiles" / STATIC, STATIC_RECORD)
+    order = [
+        name
+        for step in steps
+        for name in (step.name, *(patch.name for patch in patches if patch.step == step))
+    ]
+    return Profile(
+        folder,
+        steps,
+        patches,
+        records,
+        experiments,
+        _stale(records, steps) | _stale(experiments, patches),
+        grid,
+        _stale(grid["sources"], steps) if grid else frozenset(),
+        {name: static[name] for name in order if name in static},
+        _stale(static, (*steps, *patches)),
+    )
 
 
 def _without_changed_baseline(record: dict, steps: tuple[Step, ...]) -> dict:
@@ -68,9 +86,20 @@ def _without_changed_baseline(record: dict, steps: tuple[Step, ...]) -> dict:
     return record
 
 
-def _is_stale(experiments: dict[str, dict], patch: Patch) -> bool:
+def _stale(records: dict[str, dict], sources: Sequence[Step | Patch]) -> frozenset[str]:
+    """The names of the sources that have changed since their record."""
+    return frozenset(
+        source.name
+        for source in sources
+        if source.name in records and _has_changed(records[source.name], source)
+    )
+
+
+def _has_changed(record: dict, source: Step | Patch) -> bool:
+    if isinstance(source, Step):
+        return is_stale(record, source)
     try:
-        return is_stale(experiments[patch.name], read_step(patch.write()))
+        return is_stale(record, read_step(source.write()))
     except UsageError:  # the step has changed so much that the patch no longer applies
         return True
 
@@ -83,10 +112,8 @@ def figures(record: dict) -> dict:
         "gain": baseline and baseline["time_ms"] / record["time_ms"],
         "fa3_share": fa3["time_ms"] / record["time_ms"] if "time_ms" in fa3 else None,
         "registers": max(kernel["registers"] for kernel in kernels),
-        "smem_bytes": max(kernel["static_smem"] + kernel["dynamic_smem"] for kernel in kernels),
-        "spill_bytes": sum(
-            kernel["spill_store_bytes"] + kernel["spill_load_bytes"] for kernel in kernels
-        ),
+        "smem_bytes": max(smem_bytes(kernel) for kernel in kernels),
+        "spill_bytes": sum(spill_bytes(kernel) for kernel in kernels),
         "stack_bytes": max(kernel["stack_bytes"] for kernel in kernels),
         "error": record["errors"]["o"],
         "lse_error": record["errors"]["lse"],
@@ -101,4 +128,34 @@ def figures(record: dict) -> dict:
             str(entry["seq"]): None if entry["bytes"] is None else entry["bytes"] / 1e9
             for entry in record["memory"]
         },
+    }
+
+
+def smem_bytes(kernel: dict) -> int:
+    return kernel["static_smem"] + kernel["dynamic_smem"]
+
+
+def spill_bytes(kernel: dict) -> int:
+    return kernel["spill_store_bytes"] + kernel["spill_load_bytes"]
+
+
+def static_figures(record: dict) -> dict:
+    """Numbers that follow from a static record: instructions by kernel, accesses by operation."""
+    compiled = record["compiled"]
+    sass = compiled if isinstance(compiled, str) else compiled["sass"]  # "not collected"
+    banks: dict[str, dict[str, int]] = {}
+    for place in record["banks"]:
+        total = banks.setdefault(place["operation"], dict.fromkeys(BANK_COUNTS, 0))
+        for key in BANK_COUNTS:
+            total[key] += place[key]
+    for total in banks.values():
+        total["conflicts"] = total["wavefronts"] - total["ideal"]
+    return {
+        "sass": sass
+        if isinstance(sass, str)
+        else {
+            kernel: {"instructions": sum(counts.values()), **dict.fromkeys(OPCODES, 0), **counts}
+            for kernel, counts in sass.items()
+        },
+        "banks": banks,
     }

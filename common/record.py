@@ -1,4 +1,8 @@
-"""A record is a measurement of a step on a GPU, profiles/<gpu>/vNN.json; see common/measure.py."""
+"""Records: what was measured on a GPU, in profiles/<gpu>/, and what is known without one.
+
+vNN.json is a step's, common/measure.py makes it; grid.json is of many shapes, by common/grid.py;
+static/vNN.json is what common/static.py found without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,13 @@ import sys
 from pathlib import Path
 
 from common.build import DEVICE_DIR, included_headers
-from common.record_form import RECORD, problem
+from common.record_form import GRID_RECORD, RECORD, problem
 from common.step import ROOT, Step
 
 SCHEMA = 1
 PROFILES_DIR = ROOT / "profiles"
+STATIC = "static"  # the folder in profiles/ that is not a GPU's
+GRID = "grid.json"  # in the folder of a GPU
 
 _VENDORS = {"nvidia"}
 
@@ -58,20 +64,29 @@ def write_record(path: Path, record: dict) -> None:
     write_atomically(path, text + "\n")
 
 
-def read_records(folder: Path) -> dict[str, dict]:
-    """The records in a folder by file stem; an unreadable one is named on stderr and left out."""
-    records = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-                raise ValueError(f"not a record of schema {SCHEMA}")
-            if wrong := problem(record, RECORD):
-                raise ValueError(wrong)
-            if record["step"] != path.stem:
-                raise ValueError(f"it is a record of {record['step']}")
-        except (OSError, ValueError) as error:
-            print(f"warning: skipped the unreadable record {path}: {error}", file=sys.stderr)
-        else:
-            records[path.stem] = record
-    return records
+def read_records(folder: Path, form: dict = RECORD) -> dict[str, dict]:
+    """The records of steps in a folder by file stem; an unreadable one is left out."""
+    records = {path.stem: _read(path, form) for path in sorted(folder.glob("v[0-9][0-9]*.json"))}
+    return {name: record for name, record in records.items() if record is not None}
+
+
+def read_grid(folder: Path) -> dict | None:
+    """The record of the grid in a folder; None where there is none or it is unreadable."""
+    path = folder / GRID
+    return _read(path, GRID_RECORD) if path.exists() else None
+
+
+def _read(path: Path, form: dict) -> dict | None:
+    """The record in a file; an unreadable one is named on stderr."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+            raise ValueError(f"not a record of schema {SCHEMA}")
+        if wrong := problem(record, form):
+            raise ValueError(wrong)
+        if record.get("step", path.stem) != path.stem:
+            raise ValueError(f"it is a record of {record['step']}")
+    except (OSError, ValueError) as error:
+        print(f"warning: skipped the unreadable record {path}: {error}", file=sys.stderr)
+        return None
+    return record

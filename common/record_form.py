@@ -1,10 +1,13 @@
 """What every record holds as far as tables, text and plots rely on it.
 
-common/measure.py says what the keys mean. A form is a type, a tuple of types, a predicate, a dict
-of forms by key, a list with the form of its items, or AnyOf several.
+common/measure.py, common/grid.py and common/static.py say what the keys mean. A form is a type, a
+tuple of types, a predicate, a dict of forms by key, a list with the form of its items, or AnyOf
+several.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 NUMBER = (int, float)
 EACH = object()  # stands for the keys of a dict that are not named beside it
@@ -16,6 +19,11 @@ class AnyOf(tuple):
 
 def _positive(value: object) -> bool:
     return isinstance(value, NUMBER) and value > 0
+
+
+def _some(form: object) -> Callable[[object], bool]:
+    """At least one key or item, each of that form."""
+    return lambda value: bool(value) and problem(value, form) is None
 
 
 _MAYBE = (*NUMBER, type(None))
@@ -35,6 +43,7 @@ _STATE = {
     "temperature_c": _MAYBE,
     "throttle_reasons": AnyOf([type(None), [str]]),
 }
+_ENVIRONMENT = {"before": AnyOf([str, _STATE]), "after": AnyOf([str, _STATE])}
 _KERNEL = dict.fromkeys(
     (
         "registers",
@@ -46,21 +55,24 @@ _KERNEL = dict.fromkeys(
     ),
     NUMBER,
 )
-_SOURCE = {"step": str, "source_sha256": str, "headers": {EACH: str}}
+_KERNELS = {EACH: _KERNEL}
+_SHAPE = {
+    **dict.fromkeys(("batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim"), _positive),
+    "dtype": str,
+    "causal": bool,
+}
+_HASHES = {"source_sha256": str, "headers": {EACH: str}}
+_SOURCE = {"step": str, **_HASHES}
 RECORD = {
     **_SOURCE,
     **_OUTCOME,
     "run": str,
     "device": str,
-    "environment": {"before": AnyOf([str, _STATE]), "after": AnyOf([str, _STATE])},
-    "shape": {
-        **dict.fromkeys(("batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim"), _positive),
-        "dtype": str,
-        "causal": bool,
-    },
+    "environment": _ENVIRONMENT,
+    "shape": _SHAPE,
     "flops": _positive,
     "least_bytes": _positive,
-    "resources": lambda kernels: bool(kernels) and problem(kernels, {EACH: _KERNEL}) is None,
+    "resources": _some(_KERNELS),
     "errors": {"o": NUMBER, "lse": NUMBER},
     "torch_errors": {"o": NUMBER},
     "memory": [{"seq": _positive, "bytes": _MAYBE}],
@@ -68,6 +80,34 @@ RECORD = {
     "peers": {"flash_attention_3": _PEER, EACH: _PEER},
     "counters": AnyOf([str, {EACH: {EACH: _MAYBE}}]),
 }
+STATIC_RECORD = {
+    **_SOURCE,
+    "compiled": AnyOf(
+        [
+            str,
+            {
+                "toolkit": str,
+                "arch": str,
+                "resources": _KERNELS,
+                "sass": AnyOf([str, {EACH: {EACH: int}}]),
+            },
+        ]
+    ),
+    "shape": _SHAPE,
+    "banks": [
+        {"operation": str, "line": int, "accesses": _positive, "ideal": int, "wavefronts": int}
+    ],
+}
+CELL = {
+    "name": str,
+    "run": str,
+    "environment": _ENVIRONMENT,
+    **dict.fromkeys(("batch", "heads", "kv_heads", "seq", "head_dim"), _positive),
+    "causal": bool,
+    "tflops": {EACH: AnyOf([_positive, {"missing": str}])},
+    "samples_ms": _some({EACH: [_positive]}),
+}
+GRID_RECORD = {"device": str, "dtype": str, "sources": {EACH: _HASHES}, "cells": _some([CELL])}
 
 
 def problem(value: object, form: object, where: str = "the record") -> str | None:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from common.counters import readable, top_stalls
 from common.lookup import NOT_MEASURED
-from common.profile import FA3, Profile, figures
+from common.profile import FA3, Profile, figures, smem_bytes, spill_bytes, static_figures
+from common.record_form import NUMBER
+from common.sass import OPCODES
 
 GROWS = 3  # memory that more than triples when the sequence doubles holds all scores
 
@@ -49,7 +51,7 @@ def results(profile: Profile) -> str:
                 _percent(derived["fa3_share"]),
                 f"{derived['gain']:.2f} ×" if derived["gain"] else "",
                 " / ".join(str(kernel["registers"]) for kernel in kernels),
-                " / ".join(kib(_smem(kernel)) for kernel in kernels),
+                " / ".join(kib(smem_bytes(kernel)) for kernel in kernels),
                 f"{derived['spill_bytes']} B",
                 megabytes(record["peak_memory_bytes"]),
                 f"{derived['error']:.1e}",
@@ -87,7 +89,8 @@ def _conditions(profile: Profile) -> str:
         f"sequence {shape['seq_q']}, head_dim {shape['head_dim']}, {shape['dtype']}, not causal; "
         f"median of {len(record['samples_ms'])} interleaved rounds, L2 flushed before each call. "
     )
-    text += _clocks(record["environment"])
+    environment = record["environment"]
+    text += _clocks([environment["before"], environment["after"]])
     text += (
         "Registers and shared memory: one number a kernel. "
         "Peak memory: what one call takes beyond q, k and v. Max error: against float64; "
@@ -99,18 +102,18 @@ def _conditions(profile: Profile) -> str:
     return text
 
 
-def _clocks(environment: dict) -> str:
-    states = [environment["before"], environment["after"]]
+def _clocks(states: Sequence[dict | str]) -> str:
+    """The device's states in the order of time; what throttled it in any but the first."""
     if not all(isinstance(state, dict) for state in states):
         return "Clocks, power and temperature: not collected. "
 
-    reasons = states[1]["throttle_reasons"] or ["none"]
+    reasons = dict.fromkeys(
+        reason for state in states[1:] for reason in state["throttle_reasons"] or ()
+    ) or ["none"]
 
     def pair(key: str, unit: str) -> str:
-        return (
-            " → ".join("?" if state[key] is None else f"{state[key]:.0f}" for state in states)
-            + f" {unit}"
-        )
+        ends = (states[0][key], states[-1][key])
+        return " → ".join("?" if end is None else f"{end:.0f}" for end in ends) + f" {unit}"
 
     return (
         f"Before and after: SM clock {pair('sm_clock_mhz', 'MHz')}, {pair('power_w', 'W')}, "
@@ -189,6 +192,49 @@ def peers(profile: Profile) -> str:
     return markdown(columns, rows)
 
 
+def grid(profile: Profile) -> str:
+    """A row a shape: the steps' rates, then the peers' and what share of each the last step has."""
+    measured = profile.grid["sources"] if profile.grid else {}
+    steps = [step.name for step in profile.steps if step.name in measured]
+    if not steps:
+        return NOT_MEASURED
+    cells = profile.grid["cells"]
+    peers = [name for name in cells[0]["tflops"] if name not in measured]
+    labels = [f"{name} (stale)" if name in profile.grid_stale else name for name in steps]
+    columns = [">head_dim", "Mask", "Batch × heads × N", *(f">{name}" for name in labels + peers)]
+    rows = []
+    for cell in cells:
+        rates = {name: rate for name, rate in cell["tflops"].items() if isinstance(rate, NUMBER)}
+        last = rates.get(steps[-1])
+        rows.append(
+            [
+                str(cell["head_dim"]),
+                "causal" if cell["causal"] else "none",
+                f"{cell['batch']} × {cell['heads']} × {cell['seq']}",
+                *(_rate(rates.get(name)) for name in steps),
+                *(_rate(rates.get(name), last) for name in peers),
+            ]
+        )
+    environments = [cell["environment"] for cell in cells]
+    states = [environments[0]["before"], *(environment["after"] for environment in environments)]
+    rounds = max(len(samples) for cell in cells for samples in cell["samples_ms"].values())
+    return markdown(columns, rows) + (
+        f"\n\nTFLOP/s on the {profile.grid['device']} in {profile.grid['dtype']}; where the mask "
+        f"is causal, half of the operations are counted. Median of {rounds} interleaved rounds a "
+        "row, L2 flushed before each call. In parentheses: "
+        f"{labels[-1]}'s share of the peer's rate, bold from 100% on. {_clocks(states).strip()}"
+    )
+
+
+def _rate(rate: float | None, last_step: float | None = None) -> str:
+    if rate is None:
+        return "missing"
+    if last_step is None:
+        return f"{rate:.4g}"
+    share = _percent(last_step / rate)
+    return f"{rate:.4g} ({f'**{share}**' if last_step >= rate else share})"
+
+
 def resources(profile: Profile, step: str) -> str:
     """A row a kernel of the step: what the compiler gave it."""
     record = profile.records.get(step)
@@ -248,7 +294,7 @@ def counters(profile: Profile) -> str:
     for step, record in profile.records.items():
         collected = record["counters"]
         if isinstance(collected, str) or step in profile.stale:
-            reason = "not collected" if isinstance(collected, str) else "stale"
+            reason = collected if isinstance(collected, str) else "stale"
             rows.append([step, reason, *[""] * (len(columns) - 2)])
             continue
         for kernel, c in readable(collected).items():
@@ -263,6 +309,79 @@ def counters(profile: Profile) -> str:
                 ]
             )
     return markdown(columns, rows) if rows else NOT_MEASURED
+
+
+def sass(profile: Profile) -> str:
+    """A row a kernel of each step: what the compiler gave it, and instructions in its code."""
+    columns = ["Kernel", ">Registers", ">Stack", ">Spills", ">Instructions"]
+    columns += [f">{opcode}" for opcode in OPCODES]
+    rows, compilers = [], set()
+    for step in profile.steps:
+        if step.name not in profile.static:
+            continue
+        record = profile.static[step.name]
+        compiled = record["compiled"]
+        if isinstance(compiled, str) or step.name in profile.static_stale:
+            reason = compiled if isinstance(compiled, str) else "stale"
+            rows.append([step.name, reason, *[""] * (len(columns) - 2)])
+            continue
+        compilers.add(f"{compiled['arch']} by nvcc {compiled['toolkit']}")
+        counts = static_figures(record)["sass"]
+        for name, kernel in compiled["resources"].items():
+            rows.append(
+                [
+                    f"{step.name} `{name}`",
+                    str(kernel["registers"]),
+                    f"{kernel['stack_bytes']} B",
+                    f"{spill_bytes(kernel)} B",
+                    *_instructions(counts if isinstance(counts, str) else counts[name]),
+                ]
+            )
+    if not compilers:
+        return markdown(columns, rows) if rows else NOT_MEASURED
+    shape = next(iter(profile.static.values()))["shape"]
+    return markdown(columns, rows) + (
+        "\n\nInstructions are counted as they stand in the code, however often they are executed. "
+        f"Compiled for {', '.join(sorted(compilers))}: head_dim {shape['head_dim']}, "
+        f"{shape['dtype']}, not causal."
+    )
+
+
+def _instructions(counts: dict[str, int] | str) -> list[str]:
+    if isinstance(counts, str):
+        return [counts, *[""] * len(OPCODES)]
+    return [str(counts[name]) for name in ("instructions", *OPCODES)]
+
+
+def banks(profile: Profile) -> str:
+    """A row a place where a step or an experiment accesses shared memory: wavefronts, conflicts."""
+    columns = ["Step", "Access", ">Wavefronts an access, least → counted", ">Bank conflicts"]
+    rows = []
+    for name, record in profile.static.items():
+        if name in profile.static_stale:
+            rows.append([name, "stale", "", ""])
+            continue
+        places = record["banks"]
+        operations = [place["operation"] for place in places]
+        for place in places:
+            operation, accesses = place["operation"], place["accesses"]
+            line = f", line {place['line']}" if operations.count(operation) > 1 else ""
+            rows.append(
+                [
+                    name,
+                    f"`{operation}`{line}",
+                    f"{place['ideal'] / accesses:.3g} → {place['wavefronts'] / accesses:.3g}",
+                    str(place["wavefronts"] - place["ideal"]),
+                ]
+            )
+    if not rows:
+        return NOT_MEASURED
+    shape = next(iter(profile.static.values()))["shape"]
+    return markdown(columns, rows) + (
+        "\n\nCounted by the SIMT runtime where a wrapper accesses shared memory: batch "
+        f"{shape['batch']}, heads {shape['heads']}, {shape['seq_q']} queries, {shape['seq_k']} "
+        f"keys, head_dim {shape['head_dim']}, {shape['dtype']}, not causal."
+    )
 
 
 def experiments(profile: Profile, step: str) -> str:
@@ -287,36 +406,6 @@ def experiments(profile: Profile, step: str) -> str:
             row += [f"{baseline_ms:.4g}", f"{record['time_ms']:.4g}", f"{derived['gain']:.2f} ×"]
             rows.append([*row, str(derived["registers"]), f"{derived['stack_bytes']} B"])
     return markdown(columns, rows) if rows else "No experiments."
-
-
-def summary(record: dict) -> str:
-    """The figures of one step for a terminal, a line each."""
-    derived = figures(record)
-    fa3 = record["peers"][FA3]
-    lines = {
-        "time": f"{record['time_ms']:.4g} ms",
-        "p25 - p75": f"{record['time_p25_ms']:.4g} - {record['time_p75_ms']:.4g} ms",
-        "rate": f"{record['tflops']:.4g} TFLOP/s",
-        "of FA3": f"FlashAttention-3 is missing: {fa3['missing']}"
-        if derived["fa3_share"] is None
-        else f"{derived['fa3_share']:.1%}",
-        "peak memory": f"{megabytes(record['peak_memory_bytes'])} beyond q, k and v",
-        "max error": f"{derived['error']:.1e}; torch in {record['shape']['dtype']}: "
-        f"{derived['torch_error']:.1e}",
-    }
-    if baseline := record["baseline"]:
-        lines["step gain"] = f"{derived['gain']:.2f} x over {baseline['step']}"
-    for name, kernel in record["resources"].items():
-        spills = kernel["spill_store_bytes"] + kernel["spill_load_bytes"]
-        lines[name] = (
-            f"{kernel['registers']} registers, {kib(_smem(kernel))} shared memory, "
-            f"{spills} B spills, {kernel['stack_bytes']} B stack"
-        )
-    return "\n".join(f"  {label:18}  {text}" for label, text in lines.items())
-
-
-def _smem(kernel: dict) -> int:
-    return kernel["static_smem"] + kernel["dynamic_smem"]
 
 
 def kib(size: int) -> str:

@@ -1,15 +1,16 @@
-"""profiles/ -> the tables and inline numbers of worklog.md and README.md, and the plots.
+"""profiles/ -> tables and inline numbers of worklog.md and README.md, plots; and the diagrams.
 
     python -m common.worklog            regenerate what differs
     python -m common.worklog --check    name what differs, exit 1
 
 Generated text stands between HTML comments, which render invisibly:
 
-    <!-- table: results -->…<!-- end -->          or memory, peers, counters, resources v04,
-                                                  experiments v04
+    <!-- table: results -->…<!-- end -->          or memory, peers, grid, counters, sass, banks,
+                                                  resources v04, experiments v04
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/lookup.py
 
-They show the H200's records; in the results table those of any other GPU follow.
+They show the H200's records and the static ones; in the results table those of any other GPU
+follow.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import re
 import sys
 from pathlib import Path
 
-from common import plots, tables
+from common import figures, plots, tables
 from common.command_line import Parser, guarded
 from common.errors import UsageError
 from common.lookup import evaluate
 from common.profile import Profile, load_profile
-from common.record import write_atomically
+from common.record import STATIC, write_atomically
 from common.step import ROOT
 
 HEADLINE_GPU = "h200"
 REQUIRED_TABLES = {
     "README.md": ("results",),
-    "worklog.md": ("results", "memory", "peers", "counters"),
+    "worklog.md": ("results", "memory", "peers", "counters", "sass", "banks", "grid"),
 }
 
 _OPENING = r"<!-- (?:table:|=)"
@@ -48,7 +49,8 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
     """
     profiles_dir = root / "profiles"
     folders = {path for path in profiles_dir.glob("*") if path.is_dir()} - {
-        profiles_dir / HEADLINE_GPU
+        profiles_dir / HEADLINE_GPU,
+        profiles_dir / STATIC,
     }
     profile, *others = (
         load_profile(path, root) for path in (profiles_dir / HEADLINE_GPU, *sorted(folders))
@@ -64,6 +66,7 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
     for one in (profile, *others):
         for name, svg in plots.plots(one).items():
             contents[one.folder / name] = svg
+    contents |= {root / "figures" / name: svg for name, svg in figures.figures().items()}
     different = [path for path, content in contents.items() if not _same(path, content)]
     if not check:
         for path in different:
@@ -119,12 +122,13 @@ def _table(name: str, profile: Profile, others: list[Profile]) -> str:
             f"On the {other.newest['device']}:\n\n{tables.results(other)}" for other in others
         ]
         return "\n\n".join(parts)
-    if name in ("memory", "peers", "counters"):
+    if name in ("memory", "peers", "grid", "counters", "sass", "banks"):
         return getattr(tables, name)(profile)
     if kind in ("resources", "experiments") and argument in {step.name for step in profile.steps}:
         return getattr(tables, kind)(profile, argument)
     raise UsageError(
-        "there are the tables results, memory, peers, counters, resources vNN and experiments vNN"
+        "there are the tables results, memory, peers, grid, counters, sass, banks, resources vNN "
+        "and experiments vNN"
     )
 
 
@@ -148,9 +152,7 @@ def _main(arguments: list[str] | None) -> int:
     options = parser.parse_args(arguments)
     different = regenerate(check=options.check)
     for name in different:
-        print(
-            f"{name} differs from profiles/: run make worklog" if options.check else f"wrote {name}"
-        )
+        print(f"{name} differs: run make worklog" if options.check else f"wrote {name}")
     return 1 if options.check and different else 0
 
 

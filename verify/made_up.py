@@ -77,6 +77,67 @@ def made_up_record(
     }
 
 
+def made_up_grid(*steps: Step) -> dict:
+    """Two cells where each step is 100 TFLOP/s faster than the one before, and three peers."""
+    rates = {step.name: 100.0 * (index + 1) for index, step in enumerate(steps)}
+    rates |= {"sdpa_math": {"missing": "out of memory"}, "sdpa_flash": 160.0, "sdpa_cudnn": 640.0}
+    shape = {"batch": 4, "heads": 32, "kv_heads": 32, "seq": 4096, "head_dim": 64}
+    state = made_up_record(steps[0])["environment"]["before"]
+    return {
+        "schema": SCHEMA,
+        "device": "NVIDIA H200",
+        "dtype": "bf16",
+        "sources": {
+            step.name: {"source_sha256": step.source_sha256, "headers": header_hashes(step)}
+            for step in steps
+        },
+        "cells": [
+            {
+                "name": name,
+                "run": name,
+                "environment": {"before": state, "after": state},
+                **shape,
+                "causal": causal,
+                "tflops": rates,
+                "samples_ms": {name: [1.0, 2.0, 3.0] for name in rates},
+            }
+            for name, causal in (("d64", False), ("d64_causal", True))
+        ],
+    }
+
+
+def made_up_static_record(step: Step) -> dict:
+    """A static record of the step as it is now: two operations, one of them in two places."""
+    places = [
+        ("ldmatrix_x4", 10, 256, 1024, 8192),
+        ("ldmatrix_x4", 20, 1024, 4096, 4096),
+        ("store_uint4", 30, 576, 2304, 2304),
+    ]
+    return {
+        "schema": SCHEMA,
+        "step": step.name,
+        "source_sha256": step.source_sha256,
+        "headers": header_hashes(step),
+        "shape": made_up_record(step)["shape"],
+        "compiled": {
+            "toolkit": "1.0",
+            "arch": "sm_1",
+            "resources": made_up_record(step)["resources"],
+            "sass": {"attention_forward": {"HMMA": 128, "LDSM": 64, "FADD": 8}},
+        },
+        "banks": [
+            {
+                "operation": operation,
+                "line": line,
+                "accesses": accesses,
+                "ideal": ideal,
+                "wavefronts": wavefronts,
+            }
+            for operation, line, accesses, ideal, wavefronts in places
+        ],
+    }
+
+
 def _outcome(time_ms: float) -> dict:
     return {
         "time_ms": time_ms,

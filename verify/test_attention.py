@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from common import UsageError, attention
+from common.step import all_steps
 from verify.reference import attention_reference
 
 SCALE = 64**-0.5
+NEWEST = all_steps()[-1].name
 
 
 def _inputs(device: str = "cpu", **overrides) -> dict[str, torch.Tensor]:
@@ -27,12 +29,12 @@ def _assert_right(o: torch.Tensor, inputs: dict[str, torch.Tensor], causal: bool
 
 def test_takes_the_highest_step_that_can_run() -> None:
     inputs = _inputs()
-    assert torch.equal(attention(**inputs), attention(**inputs, step="v04"))
+    assert torch.equal(attention(**inputs), attention(**inputs, step=NEWEST))
     # One element off a 16-byte boundary: only v01 reads element by element.
     inputs["q"] = torch.zeros(2, 4, 37, 65, dtype=torch.bfloat16)[..., 1:].copy_(inputs["q"])
     assert torch.equal(attention(**inputs), attention(**inputs, step="v01"))
-    with pytest.raises(UsageError, match="v04 reads 16 bytes at a time"):
-        attention(**inputs, step="v04")
+    with pytest.raises(UsageError, match=f"{NEWEST} reads 16 bytes at a time"):
+        attention(**inputs, step=NEWEST)
 
 
 def test_output_lies_like_q_and_lse_comes_on_request() -> None:
@@ -68,7 +70,7 @@ BAD = {
     "grad": (lambda x: {"q": x["q"].requires_grad_()}, "there is no backward"),
     "head_dim": (
         lambda x: {n: t[..., :60].contiguous() for n, t in x.items()},
-        "v04 takes head_dim 8 to 256 in multiples of 8, not 60",
+        f"{NEWEST} takes head_dim 8 to 256 in multiples of 8, not 60",
     ),
     "step": (lambda x: {"step": "v99"}, "no step 'v99'; the steps are v01, v02"),
 }

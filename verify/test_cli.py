@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs make without the settings that an outer make has exported."""
     outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "N", "STEPS", "CASES", "SEED"}
+    outer |= {"EXPERIMENTS", "GRID"}
     variables = {name: value for name, value in os.environ.items() if name not in outer}
     return subprocess.run(
         ["make", "-C", str(ROOT), "--no-print-directory", *arguments],
@@ -46,7 +47,17 @@ def common(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def test_help_is_the_default_and_names_every_target():
     run = make()
     assert run.returncode == 0
-    for target in ("setup", "step", "check", "bench", "worklog", "test", "lint", "clean"):
+    for target in (
+        "setup",
+        "step",
+        "check",
+        "bench",
+        "profile",
+        "worklog",
+        "test",
+        "lint",
+        "clean",
+    ):
         assert f"\n  {target} " in run.stdout
 
 
@@ -56,10 +67,19 @@ def test_step_passes_its_number_on(number):
     assert last_command(run) == [sys.executable, "-m", "common", "step", number]
 
 
-def test_step_without_a_number_is_one_clear_line():
-    run = make("step")
+def test_profile_takes_an_experiment():
+    run = make("-n", "profile", "N=experiments/v04_no_padding.patch", f"PYTHON={sys.executable}")
+    assert last_command(run)[1:] == [
+        *("-m", "common", "profile"),
+        "experiments/v04_no_padding.patch",
+    ]
+
+
+@pytest.mark.parametrize("target", ["step", "profile"])
+def test_step_without_a_number_is_one_clear_line(target):
+    run = make(target)
     assert run.returncode == 2
-    assert "which step? For example: make step N=4" in run.stderr
+    assert f"which step? For example: make {target} N=4" in run.stderr
     assert len(run.stderr.splitlines()) == 1
     assert not run.stdout  # not even an environment was made
 
@@ -81,6 +101,7 @@ def test_options_of_check():
     [
         (["bench"], "-m common bench"),
         (["bench", "EXPERIMENTS=1"], "-m common bench --experiments"),
+        (["bench", "GRID=1"], "-m common bench --grid"),
         (["worklog"], "-m common.worklog"),
         (["worklog", "CHECK=1"], "-m common.worklog --check"),
         (["test"], "-m pytest"),
@@ -91,15 +112,24 @@ def test_python_makes_no_environment(arguments, command):
     assert last_command(run) == [sys.executable, *command.split()]
 
 
+@pytest.mark.parametrize("command", ["step", "profile"])
 @pytest.mark.parametrize("name", ["99", "v4x", "steps/none.cu", "none.patch"])
-def test_unknown_step_is_one_clear_line(name):
-    run = common("step", name)
+def test_unknown_step_is_one_clear_line(command, name):
+    run = common(command, name)
     assert run.returncode == 2
     assert run.stderr.startswith("error: no ")
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_bench_without_a_gpu_is_one_clear_line():
-    run = common("bench", CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize("options", [(), ("--experiments",), ("--grid",)])
+def test_bench_without_a_gpu_is_one_clear_line(options):
+    run = common("bench", *options, CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 2
     assert run.stderr == "error: nothing can be timed: there is no CUDA device\n"
+
+
+def test_grid_of_experiments_is_one_clear_line():
+    run = common("bench", "--grid", "--experiments")
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: argument --experiments: not allowed with argument --grid")
+    assert len(run.stderr.splitlines()) == 1

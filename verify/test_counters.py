@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from common import counters
 from common.counters import COUNTERS, METRICS, STALL, collect, parse, readable, top_stalls
+from common.errors import UsageError
 from common.step import find_step
 
 
@@ -32,9 +34,42 @@ def test_top_stalls_are_the_largest() -> None:
     assert top_stalls(values) == [("wait", 3.0), ("barrier", 2.0)]
 
 
+@pytest.fixture
+def ncu(monkeypatch, tmp_path):
+    """Replaces ncu by a shell script."""
+
+    def replace(script: str | None) -> None:
+        path = tmp_path / "ncu"
+        if script is not None:
+            path.write_text(f"#!/bin/sh\n{script}\n")
+            path.chmod(0o755)
+        monkeypatch.setattr(
+            counters, "toolkit_program", lambda name: None if script is None else str(path)
+        )
+
+    return replace
+
+
+def test_counters_that_the_driver_keeps_are_not_collected(ncu) -> None:
+    ncu("echo '==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'; exit 1")
+    assert collect(find_step("v04")) == "not collected: not permitted (ERR_NVGPUCTRPERM)"
+
+
+def test_any_other_failure_is_one_clear_line(ncu) -> None:
+    ncu("echo '==ERROR== Failed to prepare kernel'; exit 1")
+    with pytest.raises(UsageError, match="ncu collected nothing: ==ERROR== Failed to prepare"):
+        collect(find_step("v04"))
+    ncu(None)
+    with pytest.raises(UsageError, match="no ncu on PATH"):
+        collect(find_step("v04"))
+
+
 @pytest.mark.gpu
 def test_collect() -> None:
-    counters = readable(collect(find_step("v04")))
-    assert list(counters) == ["attention_forward"]
-    assert 0 < counters["attention_forward"]["fma_percent"] <= 100
-    assert counters["attention_forward"]["local_loads"] == 0
+    collected = collect(find_step("v04"))
+    if isinstance(collected, str):
+        pytest.skip(collected)
+    kernels = readable(collected)
+    assert list(kernels) == ["attention_forward"]
+    assert 0 < kernels["attention_forward"]["fma_percent"] <= 100
+    assert kernels["attention_forward"]["local_loads"] == 0

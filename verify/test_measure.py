@@ -20,10 +20,11 @@ def test_timer_tells_long_from_short():
     assert 2 * max(samples["once"]) < min(samples["four times"])
 
 
-def test_peers_compute_attention():
+@pytest.mark.parametrize("causal", [False, True])
+def test_peers_compute_attention(causal):
     q, k, v = (torch.randn(2, 4, 256, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    expected, _ = attention_reference(q, k, v, causal=False, softmax_scale=128**-0.5)
-    peers = load(q, k, v)
+    expected, _ = attention_reference(q, k, v, causal=causal, softmax_scale=128**-0.5)
+    peers = load(q, k, v, causal=causal)
     assert list(peers) == ["sdpa_math", "sdpa_flash", "sdpa_cudnn", "flash_attention_3"]
     for peer in peers.values():
         if isinstance(peer, Peer):

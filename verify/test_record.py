@@ -13,13 +13,15 @@ from common.record import (
     gpu_folder,
     header_hashes,
     is_stale,
+    read_grid,
     read_records,
     write_atomically,
     write_record,
 )
+from common.record_form import STATIC_RECORD
 from common.step import all_steps, read_step
 from common.timing import summarize
-from verify.made_up import made_up_record
+from verify.made_up import made_up_grid, made_up_record, made_up_static_record
 
 STEP = all_steps()[0]
 
@@ -109,6 +111,53 @@ def test_malformed_record_is_named_with_what_is_wrong(tmp_path, capsys, path, va
     assert read_records(tmp_path) == {}
     message = capsys.readouterr().err
     assert "v01.json" in message
+    assert told in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"banks": None}, "banks cannot be None"),
+        ({"banks": [{"operation": "ldmatrix_x4"}]}, "banks cannot be"),
+        ({"compiled": {"toolkit": "1.0"}}, "compiled cannot be"),
+        ({"shape": {}}, "shape has no"),
+    ],
+)
+def test_malformed_static_record_is_named_with_what_is_wrong(tmp_path, capsys, change, told):
+    record = made_up_static_record(STEP)
+    write_record(tmp_path / "v01.json", record)
+    assert read_records(tmp_path, STATIC_RECORD) == {"v01": record}
+    write_record(tmp_path / "v01.json", record | change)
+    assert read_records(tmp_path, STATIC_RECORD) == {}
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"schema": 0}, "not a record of schema"),
+        ({"device": None}, "device cannot be None"),
+        ({"sources": {"v01": {}}}, "v01 has no"),
+        ({"cells": []}, "cells cannot be []"),
+        ({"cells": [{"name": "d64"}]}, "cells cannot be"),
+        ({"tflops": {"v01": None}}, "cells cannot be"),
+        ({"samples_ms": {}}, "cells cannot be"),
+        ({"environment": {"before": "not collected"}}, "cells cannot be"),
+    ],
+)
+def test_malformed_grid_is_named_with_what_is_wrong(tmp_path, capsys, change, told):
+    record = made_up_grid(STEP)
+    write_record(tmp_path / "grid.json", record)
+    assert read_grid(tmp_path) == record
+    assert read_records(tmp_path) == {}  # it is no step's
+    assert not capsys.readouterr().err
+    node = record if change.keys() <= record.keys() else record["cells"][0]
+    node |= change
+    write_record(tmp_path / "grid.json", record)
+    assert read_grid(tmp_path) is None
+    message = capsys.readouterr().err
+    assert "grid.json" in message
     assert told in message
     assert len(message.splitlines()) == 1
 

@@ -34,7 +34,7 @@ def results(q, k, v, s):
         q[:, :16].T @ k[:16].T,
         q[:, :16].T @ v[:, :16],
         qv.T,
-        s[0][:, None] * (s.T + qv),
+        s.T * (s.T + qv),
     )
 
 
@@ -189,12 +189,17 @@ FAULTS = [
     Fault(
         "ldm",
         "load_matrix_sync(b, p.q, 20);",
-        r"misaligned ldm .*: load_matrix_sync @ .* a multiple of 8 elements \(16 bytes\), not 20",
+        r"wrong ldm .*: load_matrix_sync @ .* a multiple of 8 elements \(16 bytes\), .*, not 20",
     ),
     Fault(
         "ldm_float",
         "load_matrix_sync(acc, p.lse, 18, mem_row_major);",
-        r"misaligned ldm .*: load_matrix_sync @ .* a multiple of 4 elements \(16 bytes\), not 18",
+        r"wrong ldm .*: load_matrix_sync @ .* a multiple of 4 elements \(16 bytes\), .*, not 18",
+    ),
+    Fault(
+        "ldm_repeats",
+        "load_matrix_sync(acc, p.lse, 0, mem_col_major);",
+        r"wrong ldm .*: load_matrix_sync @ .* at least 16, not 0",
     ),
     Fault(
         "ldm_too_large",
@@ -215,9 +220,9 @@ FAULTS = [
     ),
     Fault(
         "different_ldm",
-        "store_matrix_sync(p.lse, acc, t < 31 ? 16 : 0, mem_col_major);",
+        "store_matrix_sync(p.lse, acc, t < 31 ? 16 : 24, mem_col_major);",
         r"different matrices .*: store_matrix_sync @ .*"
-        r"\n  lane 0: at .* lse .*, ldm 16, column-major\n  lane 31: at .*, ldm 0, column-major",
+        r"\n  lane 0: at .* lse .*, ldm 16, column-major\n  lane 31: at .*, ldm 24, column-major",
     ),
     Fault(
         "different_layouts",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from itertools import combinations
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from common import worklog
+from common import plots, worklog
 from common.errors import UsageError
+from common.figures import figures
 from common.lookup import evaluate
 from common.plots import same_plot
 from common.profile import load_profile
 from common.record import write_record
 from common.step import all_steps, read_step
 from common.worklog import regenerate
-from verify.made_up import made_up_record
+from verify.made_up import made_up_record, made_up_static_record
 
 V01, V02, V03, V04 = all_steps()[:4]
 README = """# Title
@@ -26,10 +30,13 @@ WORKLOG = """# Title
 <!-- table: memory --><!-- end -->
 <!-- table: peers --><!-- end -->
 <!-- table: counters --><!-- end -->
+<!-- table: grid --><!-- end -->
 <!-- table: resources v02 --><!-- end -->
 <!-- table: experiments v02 --><!-- end -->
 """
-GENERATED = ["README.md", "worklog.md", "profiles/h200/steps.svg", "profiles/h200/roofline.svg"]
+FIGURES = [f"figures/{name}" for name in figures()]
+PLOTS = ["profiles/h200/steps.svg", "profiles/h200/roofline.svg"]
+GENERATED = ["README.md", "worklog.md", *PLOTS, *FIGURES]
 
 
 @pytest.fixture
@@ -99,7 +106,7 @@ def test_another_gpu_gets_a_table_of_its_own(root):
 def test_without_records_nothing_is_made_up(root):
     for path in (root / "profiles/h200").iterdir():
         path.unlink()
-    assert regenerate(root) == ["README.md", "worklog.md"]
+    assert regenerate(root) == ["README.md", "worklog.md", *FIGURES]
     readme = (root / "README.md").read_text()
     assert "-->not measured<!--" in readme
     assert table_row(readme, "v01")[2:4] == ["not measured", ""]
@@ -130,6 +137,7 @@ def test_unreadable_record_does_not_stop_the_others(root, capsys):
         ("worklog.md", "4.00 GB", "3.00 GB"),
         ("profiles/h200/steps.svg", "27.5", "99.9"),
         ("profiles/h200/roofline.svg", "v02", "v09"),
+        ("figures/swizzle_banks.svg", "8 wavefronts", "7 wavefronts"),
     ],
 )
 def test_check_finds_an_edit(root, name, old, new):
@@ -142,6 +150,23 @@ def test_check_finds_an_edit(root, name, old, new):
     assert path.read_text() != text  # a check mends nothing
     assert regenerate(root) == [name]
     assert path.read_text() == text
+
+
+def test_labels_of_ten_steps_do_not_overlap(root):
+    """Fast steps come close to each other and to the roof of the tensor cores."""
+    profile = profile_of(root)
+    rates = [2.1, 21, 27, 37, 130, 210, 360, 640, 700, 760]
+    records = {
+        f"v{number:02}": profile.records["v02"] | {"tflops": rate}
+        for number, rate in enumerate(rates, 1)
+    }
+    for figure in plots.figures(replace(profile, records=records)).values():
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        texts = [text for text in figure.axes[0].texts if text.get_text()]
+        assert len(texts) > len(rates)
+        boxes = [text.get_window_extent(canvas.get_renderer()) for text in texts]
+        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
 def test_check_finds_a_missing_plot(root):
@@ -278,9 +303,90 @@ def test_experiments(root):
     row = table_row((root / "worklog.md").read_text(), "v02_nothing")
     assert row[3:] == ["20", "10", "2.00 ×", "111", "0 B"]
     assert evaluate("experiments.v02_nothing.gain : .1f", profile_of(root)) == "2.0"
+    static = made_up_static_record(read_step(patched.write()))
+    write_record(root / "profiles/static/v02_nothing.json", static)
+    assert evaluate("experiments.v02_nothing.banks.ldmatrix_x4.ideal", profile_of(root)) == "5120"
     (root / "worklog.md").write_text(WORKLOG.replace("<!-- table: experiments v02 -->", ""))
     with pytest.raises(UsageError, match="experiments v02"):
         regenerate(root)
+
+
+@pytest.fixture
+def static_root(root):
+    """The project with static records of v01, v02 and v03, and the markers that show them."""
+    not_compiled = made_up_static_record(V01) | {"compiled": "not collected", "banks": []}
+    no_sass = made_up_static_record(V03)
+    no_sass["compiled"]["sass"] = "not collected"
+    for record in (not_compiled, made_up_static_record(V02), no_sass):
+        write_record(root / f"profiles/static/{record['step']}.json", record)
+    (root / "worklog.md").write_text(
+        WORKLOG + "<!-- table: sass --><!-- end -->\n<!-- table: banks --><!-- end -->\n"
+    )
+    return root
+
+
+def test_static_tables(static_root, capsys):
+    assert regenerate(static_root) == GENERATED
+    assert not capsys.readouterr().err  # static/ is not taken for a GPU's records
+    text = (static_root / "worklog.md").read_text()
+    sass, banks = text[text.index("table: sass") :].split("<!-- table: banks -->")
+    resources = ["111", "0 B", "12 B"]
+    assert table_row(sass, "v01")[1:3] == ["not collected", ""]
+    assert table_row(sass, "v02 `attention_forward`")[1:8] == [*resources, "200", "128", "64", "0"]
+    assert table_row(sass, "v03 `attention_forward`")[1:6] == [*resources, "not collected", ""]
+    assert "Compiled for sm_1 by nvcc 1.0: head_dim 128, bf16" in sass
+    assert [line for line in banks.splitlines() if line.startswith("| v02")] == [
+        "| v02 | `ldmatrix_x4`, line 10 | 4 → 32 | 7168 |",
+        "| v02 | `ldmatrix_x4`, line 20 | 4 → 4 | 0 |",
+        "| v02 | `store_uint4` | 4 → 4 | 0 |",
+    ]
+    assert "| v01" not in banks
+
+
+def test_stale_static_record_is_called_stale(static_root):
+    record = made_up_static_record(V02) | {"source_sha256": "0" * 64}
+    write_record(static_root / "profiles/static/v02.json", record)
+    regenerate(static_root)
+    text = (static_root / "worklog.md").read_text()
+    assert "| v02 | stale | " in text[text.index("table: sass") :]
+    assert "| v02 | stale |  |  |" in text[text.index("table: banks") :]
+    for expression in ("v02.sass.attention_forward.HMMA", "v02.banks.store_uint4.conflicts"):
+        value = evaluate(expression, profile_of(static_root))
+        assert value == "not measured since the source changed"
+    assert evaluate("v02.registers", profile_of(static_root)) == "111"
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("v02.sass.attention_forward.HMMA", "128"),
+        ("v02.sass.attention_forward.LDL", "0"),
+        ("v02.sass.attention_forward.FADD", "8"),
+        ("v02.sass.attention_forward.instructions", "200"),
+        ("v02.banks.ldmatrix_x4.conflicts : ,", "7,168"),
+        ("v02.banks.ldmatrix_x4.wavefronts / v02.banks.ldmatrix_x4.accesses : .1f", "9.6"),
+        ("v01.sass.attention_scores.HMMA", "not collected"),
+        ("v03.sass.attention_forward.HMMA", "not collected"),
+        ("v03.banks.store_uint4.ideal", "2304"),
+        ("v04.sass.attention_forward.HMMA", "not measured"),
+    ],
+)
+def test_static_expression(static_root, expression, text):
+    assert evaluate(expression, profile_of(static_root)) == text
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "v02.sass",
+        "v02.sass.attention_forward.HMA",
+        "v02.banks.ldmatrix_x4.line",
+        "v01.banks.x.ideal",
+    ],
+)
+def test_static_expression_that_means_nothing(static_root, expression):
+    with pytest.raises(UsageError):
+        evaluate(expression, profile_of(static_root))
 
 
 def test_main_reports(root, monkeypatch, capsys):

@@ -88,10 +88,10 @@ void meet_at(MatrixInMemory<T> matrix, const char* name, Site site) {
     constexpr size_t LDM_BYTES = 16;
     const Operation operation = {name, site, ALL_LANES};
     require_aligned<ADDRESS_BYTES>(matrix.address, name, site);
-    if (matrix.ldm * sizeof(T) % LDM_BYTES) {
-        warp_fault("misaligned ldm", operation)
-            .add(", which needs a multiple of %zu elements (%zu bytes), not %u",
-                 LDM_BYTES / sizeof(T), LDM_BYTES, matrix.ldm)
+    if (matrix.ldm * sizeof(T) % LDM_BYTES || matrix.ldm < unsigned{MATRIX_SIDE}) {
+        warp_fault("wrong ldm", operation)
+            .add(", which needs a multiple of %zu elements (%zu bytes), at least %d, not %u",
+                 LDM_BYTES / sizeof(T), LDM_BYTES, MATRIX_SIDE, matrix.ldm)
             .fail();
     }
     collective(warp_for(operation), operation, matrix, [&](Payloads<MatrixInMemory<T>> lanes) {

@@ -63,14 +63,13 @@ extern "C" __global__ void attention_forward(const __grid_constant__ AttentionPa
     // (Q V)^T
     wmma::store_matrix_sync(result(4), qv, SIDE, wmma::mem_col_major);
 
-    // diag(first row of S) (S^T + Q V): with ldm 0 all columns are the same 16 floats, so that each
-    // element of `scale` is its row's.
+    // S^T + Q V, times S^T element by element: equal fragments have equal layouts.
     wmma::store_matrix_sync(smem.s[0], s, SIDE + 4, wmma::mem_row_major);
     __syncwarp();  // S is complete
-    Accumulator scale, acc;
-    wmma::load_matrix_sync(scale, smem.s[0], 0, wmma::mem_col_major);
-    wmma::load_matrix_sync(acc, smem.s[0], SIDE + 4, wmma::mem_col_major);
+    Accumulator s_t, acc;
+    wmma::load_matrix_sync(s_t, smem.s[0], SIDE + 4, wmma::mem_col_major);
+    acc = s_t;
     acc = multiply<row_major, row_major>(acc, p.q, q_pitch, p.v, v_pitch);
-    for (int i = 0; i < acc.num_elements; ++i) acc.x[i] *= scale.x[i];
+    for (int i = 0; i < acc.num_elements; ++i) acc.x[i] *= s_t.x[i];
     wmma::store_matrix_sync(result(5), acc, SIDE, wmma::mem_row_major);
 }

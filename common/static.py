@@ -1,0 +1,130 @@
+"""What is known of a step without a GPU: its record profiles/static/vNN.json.
+
+    compiled    for the architecture of the headline GPU: resources of each kernel, as ptxas reports
+                them, and its instructions, as common/sass.py counts them
+    banks       accesses to shared memory that the SIMT runtime counted (common/simt/banks.h), an
+                entry for each place in the source
+    shape       of the problem they were counted on
+
+The specialization is that of the headline case.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from common.build import build_cubin, cubin_flags, nvcc, parse_resources, toolkit_version
+from common.cpu import CpuBackend, SimtError
+from common.environment import NOT_COLLECTED
+from common.errors import UsageError
+from common.record import (
+    PROFILES_DIR,
+    SCHEMA,
+    STATIC,
+    header_hashes,
+    is_stale,
+    read_records,
+)
+from common.record_form import STATIC_RECORD
+from common.sass import count_instructions
+from common.step import ROOT, Step, all_steps
+from verify.cases import Shape, find_cases
+
+HOPPER = "sm_90"
+PROBLEM = replace(find_cases(["headline"])[0], shape=Shape(1, 1, 1, 128, 256, 128))
+
+
+def headline_arch(step: Step) -> str:
+    """What the step is compiled for on the headline GPU."""
+    return step.limits.arch if step.limits.arch.endswith("a") else HOPPER
+
+
+def static_record(step: Step) -> dict:
+    """The record of a step or an experiment.
+
+    What a missing tool would have told is named on stderr. Raises UsageError where a compiler
+    refuses the step or where it does not run.
+    """
+    return {
+        "schema": SCHEMA,
+        "step": step.name,
+        "title": step.title,
+        "source": _source(step).relative_to(ROOT).as_posix(),
+        "source_sha256": step.source_sha256,
+        "headers": header_hashes(step),
+        "shape": {
+            **asdict(PROBLEM.shape),
+            "dtype": PROBLEM.specialization.dtype,
+            "causal": PROBLEM.causal,
+        },
+        "compiled": _compiled(step),
+        "banks": count_bank_conflicts(step),
+    }
+
+
+def static_path(step: Step) -> Path:
+    """Where the record of a step or an experiment belongs."""
+    return PROFILES_DIR / STATIC / f"{step.name}.json"
+
+
+def count_bank_conflicts(step: Step) -> list[dict]:
+    """The record's banks. Raises UsageError where the step does not run."""
+    q, k, v = PROBLEM.make("cpu")
+    try:
+        accesses = CpuBackend().count_shared_accesses(
+            step, q, k, v, causal=PROBLEM.causal, softmax_scale=PROBLEM.scale
+        )
+    except SimtError as error:
+        raise UsageError(str(error).splitlines()[0]) from None
+    keys = ("operation", "line", "accesses", "ideal", "wavefronts")
+    return [{key: getattr(access, key) for key in keys} for access in accesses]
+
+
+def _source(step: Step) -> Path:
+    """The step's file or the experiment's patch. Raises UsageError for anything else."""
+    if step in all_steps():
+        return step.path
+    patch = ROOT / "experiments" / f"{step.name}.patch"
+    if not patch.is_file():
+        raise UsageError(f"{step.name} is neither in steps/ nor in experiments/")
+    return patch
+
+
+def _compiled(step: Step) -> dict | str:
+    """Without nvcc what an earlier record of the same source has, or "not collected"."""
+    try:
+        nvcc()
+    except UsageError as reason:
+        _warn("registers and instructions", reason)
+        before = read_records(static_path(step).parent, STATIC_RECORD).get(step.name)
+        return before["compiled"] if before and not is_stale(before, step) else NOT_COLLECTED
+    spec, arch = PROBLEM.specialization, headline_arch(step)
+    build = build_cubin(step, spec, arch)
+    resources = parse_resources(build.log)
+    smem_bytes = {
+        kernel.name.decode(): kernel.smem_bytes
+        for kernel in CpuBackend().descriptor(step, spec).kernels
+        if kernel.name
+    }
+    try:
+        counts = count_instructions(build.path)
+        sass = {name: counts[name] for name in smem_bytes}
+    except UsageError as reason:
+        _warn("instructions", reason)
+        sass = NOT_COLLECTED
+    return {
+        "compile": ["nvcc", *cubin_flags(spec, arch)],
+        "toolkit": toolkit_version(),
+        "arch": arch,
+        "resources": {
+            name: asdict(replace(resources[name], dynamic_smem=size))
+            for name, size in smem_bytes.items()
+        },
+        "sass": sass,
+    }
+
+
+def _warn(what: str, reason: UsageError) -> None:
+    print(f"warning: {what} were {NOT_COLLECTED}: {reason}", file=sys.stderr)

@@ -1,0 +1,78 @@
+"""Counting the instructions of a cubin."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from common import sass
+from common.build import build_cubin, nvcc
+from common.errors import UsageError
+from common.sass import count_instructions, nvdisasm, parse
+from common.static import PROBLEM, headline_arch
+from common.step import find_step
+
+LISTING = """
+	.target	sm_90
+	.section	.text.attention_scores,"ax",@progbits
+.text.attention_scores:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/               @P0 IMAD.IADD R7, R7, 0x1, -R6 ;
+        /*0020*/             @!UP1 IMAD.MOV.U32 R4, RZ, RZ, RZ ;
+.L_x_0:
+        /*0030*/                   HFMA2.MMA R8, -RZ, RZ, 0, 0 ;
+        /*0040*/                   HMMA.16816.F32.BF16 R4, R4, R2, RZ ;
+        /*0050*/                   BRA `(.L_x_0) ;
+        /*0060*/                   NOP;
+	.section	.text.attention_output,"ax",@progbits
+        /*12340*/             @!P2 EXIT ;
+	.section	.nv.shared.attention_output,"aw",@nobits
+"""
+
+
+def has(tool) -> bool:
+    try:
+        return bool(tool())
+    except UsageError:
+        return False
+
+
+def counts_of(name: str) -> dict[str, int]:
+    step = find_step(name)
+    cubin = build_cubin(step, PROBLEM.specialization, headline_arch(step)).path
+    return count_instructions(cubin)["attention_forward"]
+
+
+def test_opcodes_are_counted_by_kernel_without_modifiers_predicates_and_padding() -> None:
+    assert parse(LISTING) == {
+        "attention_scores": {"BRA": 1, "HFMA2": 1, "HMMA": 1, "IMAD": 2, "LDC": 1},
+        "attention_output": {"EXIT": 1},
+    }
+
+
+@pytest.mark.skipif(not has(nvcc) or not has(nvdisasm), reason="no nvcc or no nvdisasm")
+def test_local_memory_shows_in_the_instructions() -> None:
+    step, trap = counts_of("v04"), counts_of("experiments/v04_runtime_index.patch")
+    assert step["FFMA"] > 500
+    assert not step.keys() & {"LDL", "STL", "HMMA"}
+    assert trap["LDL"] > 0
+    assert trap["STL"] > 0
+
+
+@pytest.mark.skipif(not has(nvdisasm), reason="no nvdisasm")
+def test_a_file_that_is_no_cubin_is_named(tmp_path) -> None:
+    path = tmp_path / "v01.cubin"
+    path.write_text("nothing")
+    with pytest.raises(UsageError, match=r"nvdisasm cannot read v01\.cubin: nvdisasm fatal"):
+        count_instructions(path)
+
+
+def test_without_nvdisasm_the_package_is_named(monkeypatch) -> None:
+    def not_installed(name: str):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(sass, "toolkit_program", lambda name: None)
+    monkeypatch.setattr(sass, "files", not_installed)
+    with pytest.raises(UsageError, match="pip install nvidia-cuda-nvdisasm"):
+        nvdisasm()
