@@ -25,9 +25,8 @@ using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 
 // What a warp keeps for itself; no other warp reads or writes it.
 struct alignas(32) WarpMemory {
-    float s[WARP_ROWS][S_PITCH];  // S, at the end O, BLOCK_N columns at a time
+    float s[WARP_ROWS][S_PITCH];  // S, then factors for O; at the end O, BLOCK_N columns at a time
     Element p[WARP_ROWS][S_PITCH];
-    float row_factor[WARP_ROWS];  // a number for each row, to be multiplied to O
 };
 
 struct SharedMemory {
@@ -64,12 +63,18 @@ __device__ void load_tile(Element (&tile)[TILE_ROWS][PITCH], const Element* rows
     }
 }
 
-// O *= factor, row by row. Which element of a fragment belongs to which row is not documented, but
-// equal fragments have equal layouts: the factors are loaded as a matrix all of whose columns, by a
-// leading dimension of 0, are the same 16 numbers.
-__device__ void multiply_rows(Accumulator (&o_acc)[DIM / 16], const float (&factor)[WARP_ROWS]) {
+// O *= factor, row by row; the lanes 2 row and 2 row + 1 bring a row's factor. Which element of a
+// fragment belongs to which row is not documented, but equal fragments have equal layouts: so the
+// factors become a fragment, too, of a matrix that repeats each of them 16 times.
+__device__ void multiply_rows(Accumulator (&o_acc)[DIM / 16], float factor, WarpMemory& warp) {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();  // everyone has read what is in S
+    for (int i = 0; i < 8; i += 4)
+        store_float4(&warp.s[lane / 2][lane % 2 * 8 + i],
+                     make_float4(factor, factor, factor, factor));
+    __syncwarp();  // the factors are complete
     Accumulator factors;
-    wmma::load_matrix_sync(factors, factor, 0, wmma::mem_col_major);
+    wmma::load_matrix_sync(factors, &warp.s[0][0], S_PITCH, wmma::mem_row_major);
 #pragma unroll
     for (int n = 0; n < DIM / 16; ++n)
 #pragma unroll
@@ -92,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     WarpMemory& warp = smem.warp[threadIdx.x / 32];
     // Softmax: two lanes share a row, each takes every other group of 4 keys.
     const int row = lane / 2;
-    const int half = lane % 2;
+    const int part = lane % 2;
     // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
     const int offset = p.seq_k - p.seq_q;
     const int block_keys = CAUSAL ? min(p.seq_k, q_start + BLOCK_M + offset) : p.seq_k;
@@ -141,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
         float row_max_new = row_max;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 8; ++i) {
-            const int col = 8 * i + 4 * half;
+            const int col = 8 * i + 4 * part;
             const float4 quad = load_float4(&warp.s[row][col]);
             s[i][0] = quad.x, s[i][1] = quad.y, s[i][2] = quad.z, s[i][3] = quad.w;
 #pragma unroll
@@ -163,12 +168,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
                 s[i][e] = exp2f(s[i][e] - shift);  // now P
                 row_sum += s[i][e];
             }
-            store_float4(&warp.p[row][8 * i + 4 * half],
+            store_float4(&warp.p[row][8 * i + 4 * part],
                          make_float4(s[i][0], s[i][1], s[i][2], s[i][3]));
         }
-        if (half == 0) warp.row_factor[row] = rescale;
-        __syncwarp();  // P and the factors are complete
-        multiply_rows(o_acc, warp.row_factor);
+        multiply_rows(o_acc, rescale, warp);  // after which P is complete, too
 
         // ---- O += P V  [BLOCK_M, HEAD_DIM], [WARP_ROWS, DIM] of it in each warp
         // Not unrolled: at head_dim 256 the registers beside O hold one fragment of P.
@@ -187,10 +190,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
 
     // ---- write O and lse
     row_sum += __shfl_xor_sync(0xffffffff, row_sum, 1);
-    __syncwarp();  // everyone has read the factors of the last tile
-    if (half == 0) warp.row_factor[row] = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-    __syncwarp();  // the factors are complete
-    multiply_rows(o_acc, warp.row_factor);
+    multiply_rows(o_acc, row_sum == 0.0f ? 0.0f : 1.0f / row_sum, warp);
     const int q_row = q_start + warp_row + row;
     Element* o = p.o + batch * p.o_stride.batch + head * p.o_stride.head + q_row * p.o_stride.row;
 #pragma unroll
@@ -204,13 +204,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
         __syncwarp();  // the columns are complete
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 8; ++i) {
-            const int col = 8 * i + 4 * half;
+            const int col = 8 * i + 4 * part;
             if (q_row < p.seq_q && d_start + col < HEAD_DIM)
                 store_float4(o + d_start + col, load_float4(&warp.s[row][col]));
         }
     }
     // log sum exp = m ln 2 + log l; -inf where no key is visible.
-    if (half == 0 && q_row < p.seq_q)
+    if (part == 0 && q_row < p.seq_q)
         p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + q_row] =
             row_sum == 0.0f ? -INFINITY : row_max * 0.6931471805599453f + logf(row_sum);
 }

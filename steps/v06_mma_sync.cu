@@ -44,7 +44,6 @@ __device__ void load_tile(Element (&tile)[TILE_ROWS][PITCH], const Element* rows
         const int n = start + threadIdx.x;
         const int r = n / (DIM / VEC);
         const int d = n % (DIM / VEC) * VEC;
-        if (VECTORS % NUM_THREADS != 0 && n >= VECTORS) break;
         uint4 x = load_uint4(rows + min(r, num_rows - 1) * stride + min(d, HEAD_DIM - VEC));
         if (r >= num_rows || d >= HEAD_DIM) x = {0, 0, 0, 0};
         store_uint4(&tile[r][d], x);
@@ -119,23 +118,28 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
         }
 
         // ---- online softmax: m' = max(m, max S), alpha = 2^(m - m')
+#pragma unroll
+        for (int m = 0; m < M_FRAGS; ++m)
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int row = q_start + warp_row + 16 * m + 8 * (i / 2) + lane / 4;
+                    const int row_keys = CAUSAL ? min(p.seq_k, row + offset + 1) : p.seq_k;
+                    const int key = k_start + 8 * n + 2 * (lane % 4) + i % 2;
+                    float& s = s_acc[m][n][i];
+                    s = key < row_keys ? s * scale_log2 : -INFINITY;
+                }
         float shift[M_FRAGS][2];
 #pragma unroll
         for (int m = 0; m < M_FRAGS; ++m)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int row = q_start + warp_row + 16 * m + 8 * r + lane / 4;
-                const int row_keys = CAUSAL ? min(p.seq_k, row + offset + 1) : p.seq_k;
                 float tile_max = -INFINITY;
 #pragma unroll
                 for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        float& s = s_acc[m][n][2 * r + i];
-                        const int key = k_start + 8 * n + 2 * (lane % 4) + i;
-                        s = key < row_keys ? s * scale_log2 : -INFINITY;
-                        tile_max = fmaxf(tile_max, s);
-                    }
+                    for (int i = 0; i < 2; ++i) tile_max = fmaxf(tile_max, s_acc[m][n][2 * r + i]);
                 tile_max = quad_reduce(tile_max, [](float x, float y) { return fmaxf(x, y); });
                 const float row_max_new = fmaxf(row_max[m][r], tile_max);
                 // Before the first visible key m' = -inf; 2^(s - 0) = 0 there, 2^(-inf + inf) is NaN.

@@ -5,6 +5,7 @@
 // why: v06 is limited by the L1 data pipe, mostly by ldmatrix of K and V for 16 rows, and by the
 //     wait for the copies; half of the bytes are left, and nobody waits: 1.8 times v06
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_80
+//     made for two blocks on an SM, which from head_dim 72 on take 194 KiB of shared memory: Hopper's
 #include "copy.cuh"
 #include "mma.cuh"
 
@@ -15,10 +16,10 @@ constexpr int NUM_THREADS = 32 * NUM_WARPS;
 constexpr int BLOCKS_PER_SM = 2;
 constexpr int BLOCK_M = NUM_WARPS * WARP_ROWS;      // query rows
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 64 : 32;  // keys of a tile
-constexpr int NUM_STAGES = 2;                       // tiles in shared memory
-constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;      // in whole fragments; zeros from HEAD_DIM on
-constexpr int PITCH = (DIM + 63) / 64 * 64;  // of a row, in whole 128 bytes: once all the banks
-constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 64;
+constexpr int NUM_STAGES = 2;  // tiles in shared memory: in use, stage, and on the way, stage ^ 1
+constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;   // in whole fragments; zeros from HEAD_DIM on
+constexpr int PITCH = (DIM + 63) / 64 * 64;      // of a row, in whole 128 bytes: once all the banks
+constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 64;  // where O and S leave room for it
 
 struct SharedMemory {
     Element q[BLOCK_M][PITCH];
@@ -46,16 +47,18 @@ __device__ int swizzle(int row, int col) { return col ^ row % 8 * VEC; }
 template <int TILE_ROWS>
 __device__ void load_tile(Element (&tile)[TILE_ROWS][PITCH], const Element* rows, int64_t stride,
                           int num_rows) {
+    static_assert(TILE_ROWS % (NUM_THREADS / 8) == 0 && NUM_THREADS / 8 % 8 == 0);
     const int row = threadIdx.x / 8;
     const int col = threadIdx.x % 8 * VEC;
     Element* to = &tile[row][swizzle(row, col)];
     const Element* from = rows + row * stride + col;
+    num_rows -= row;
 #pragma unroll
     for (int r = 0; r < TILE_ROWS; r += NUM_THREADS / 8) {
 #pragma unroll
         for (int d = 0; d < DIM; d += 8 * VEC)
             if (d + col < DIM)
-                cp_async_cg(to + r * PITCH + d, from + d, row + r < num_rows && d + col < HEAD_DIM);
+                cp_async_cg(to + r * PITCH + d, from + d, r < num_rows && d + col < HEAD_DIM);
         from += NUM_THREADS / 8 * stride;
     }
 }
@@ -99,11 +102,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
 
     // ---- load Q, and the first tile
     load_tile(smem.q, q + q_start * p.q_stride.row, p.q_stride.row, p.seq_q - q_start);
-    if (block_keys > 0) load_kv(0, 0);
+    load_kv(0, 0);
     cp_async_commit_group();
     if (Q_IN_REGISTERS) {
         cp_async_wait_group<0>();
-        __syncthreads();  // Q is complete
+        __syncthreads();  // Q, and with it the first tile, is complete
 #pragma unroll
         for (int d = 0; d < DIM; d += 16) load_q_frag(d);
     }
@@ -135,19 +138,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
                 ldmatrix_x4(k_frag, &smem.k[stage][row][swizzle(row, lane / 8 % 2 * 8) ^ d]);
 #pragma unroll
                 for (int m = 0; m < M_FRAGS; ++m) {
-                    const uint32_t (&q)[4] = q_frag[d / 16][m];
-                    mma_m16n8k16<Element>(s_acc[m][n / 8], q, k_frag[0], k_frag[1]);
-                    mma_m16n8k16<Element>(s_acc[m][n / 8 + 1], q, k_frag[2], k_frag[3]);
+                    const uint32_t (&a)[4] = q_frag[d / 16][m];
+                    mma_m16n8k16<Element>(s_acc[m][n / 8], a, k_frag[0], k_frag[1]);
+                    mma_m16n8k16<Element>(s_acc[m][n / 8 + 1], a, k_frag[2], k_frag[3]);
                 }
             }
         }
 
         // ---- online softmax: m' = max(m, max S), alpha = 2^(m - m')
         // Where no row of the warp has a hidden key, the scale becomes part of the exponential's
-        // multiply-add; the largest S is the largest logit only with a positive one.
+        // multiply-add; with a negative one the largest S is not the largest logit. All of a row's P
+        // then share the rounding error of scale * max, which cancels (for logits up to 2^27).
         float tile_scale = scale_log2;
         const int warp_row_keys = CAUSAL ? min(p.seq_k, q_start + warp_row + offset + 1) : p.seq_k;
-        if (k_start + BLOCK_N > warp_row_keys || scale_log2 <= 0.0f) {
+        if (k_start + BLOCK_N > warp_row_keys || scale_log2 < 0.0f) {
             tile_scale = 1.0f;
 #pragma unroll
             for (int m = 0; m < M_FRAGS; ++m)
@@ -185,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
                     for (int i = 0; i < 2; ++i) o_acc[m][n][2 * r + i] *= rescale;
             }
 
-        // In flight during the exponentials and products of this tile and S of the next.
+        // On its way during the exponentials of this tile and O += P V.
         if (k_start + BLOCK_N < block_keys) load_kv(k_start + BLOCK_N, stage ^ 1);
         cp_async_commit_group();
 
@@ -219,6 +223,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
             }
         }
     }
+
+    cp_async_wait_group<0>();  // a block that sees no key has not waited for its copies
 
     // ---- write O and lse
 #pragma unroll
