@@ -232,6 +232,10 @@ CASES = (
     Case("single_key", Shape(2, 2, 2, 37, 1, 64), BF16),
     Case("single_query", Shape(2, 4, 2, 1, 777, 64), BF16),
     Case("long", Shape(1, 1, 1, 21, 4099, 128), BF16),
+    # One tile of 128 queries and 64 keys, and one row of each more and less.
+    Case("one_tile", Shape(1, 1, 1, 128, 64, 64), BF16),
+    Case("one_more", Shape(1, 1, 1, 129, 65, 64), BF16),
+    Case("one_less", Shape(1, 1, 1, 127, 63, 64), BF16),
     # Causal: equal lengths, fewer queries than keys, more (the first rows see no key).
     Case("causal", Shape(1, 2, 2, 256, 256, 64), BF16, causal=True),
     Case("causal_ragged", Shape(2, 1, 1, 197, 197, 128), BF16, causal=True),
@@ -239,7 +243,9 @@ CASES = (
     Case("causal_short_k", Shape(1, 2, 2, 350, 135, 64), BF16, causal=True),
     Case("causal_short_k_fp32", Shape(1, 1, 1, 183, 19, 64), FP32, causal=True),
     Case("causal_one_query", Shape(1, 4, 1, 1, 330, 128), BF16, causal=True),
-    Case("causal_one_key", Shape(1, 2, 2, 40, 1, 64), FP32, causal=True),
+    Case("causal_one_key", Shape(1, 2, 2, 133, 1, 128), BF16, causal=True),
+    # A warp's first query, whether it has 16, 32 or 64, sees all keys of a tile but the last.
+    Case("causal_one_less", Shape(1, 1, 1, 129, 127, 64), BF16, causal=True),
     # Heads and strides.
     Case("gqa", Shape(1, 8, 2, 33, 45, 64), FP32),
     Case(
@@ -288,13 +294,22 @@ CASES = (
     Case("constant_causal", Shape(1, 1, 1, 175, 175, 64), FP32, causal=True, inputs=constant),
     Case("large_values", Shape(1, 1, 1, 45, 77, 64), FP16, inputs=large_values),
     Case("subnormal_values", Shape(1, 1, 1, 35, 41, 64), FP16, inputs=subnormal_values),
-    Case("negative_scale", Shape(1, 1, 1, 40, 100, 64), BF16, softmax_scale=-0.3),
-    Case("zero_scale", Shape(1, 1, 1, 40, 100, 64), FP32, softmax_scale=0.0),
+    Case("negative_scale", Shape(1, 1, 1, 40, 100, 64), FP16, softmax_scale=-0.3),
+    Case(
+        "negative_scale_causal",
+        Shape(1, 1, 1, 100, 150, 64),
+        BF16,
+        causal=True,
+        inputs=large_logits,
+        softmax_scale=-0.125,
+    ),
+    Case("zero_scale", Shape(1, 1, 1, 150, 100, 64), BF16, causal=True, softmax_scale=0.0),
     # Head dimensions.
-    Case("head_dim_8", Shape(2, 2, 2, 170, 190, 8), FP32, causal=True),
+    Case("head_dim_8", Shape(2, 2, 2, 170, 190, 8), BF16, causal=True),
+    Case("head_dim_8_fp32", Shape(2, 2, 2, 170, 190, 8), FP32, causal=True),
     Case("head_dim_40", Shape(1, 2, 2, 135, 175, 40), BF16),
     Case("head_dim_136", Shape(1, 1, 1, 135, 150, 136), FP16, causal=True),
-    Case("head_dim_256", Shape(1, 1, 1, 145, 170, 256), BF16),
+    Case("head_dim_256", Shape(1, 1, 1, 145, 170, 256), FP16, causal=True),
     Case("head_dim_256_fp32", Shape(1, 1, 1, 145, 170, 256), FP32, causal=True),
     # Sizes that only a GPU gets through.
     Case("headline", Shape(4, 16, 16, 4096, 4096, 128), BF16, gpu_only=True),

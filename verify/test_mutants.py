@@ -13,7 +13,7 @@ import pytest
 from common.cpu import CpuBackend
 from common.errors import UsageError
 from common.patch import read_patch
-from common.step import ROOT, Step, read_step
+from common.step import ROOT, Step, all_steps, read_step
 from verify.cases import Case, find_cases
 from verify.check import CaseResult, check_case
 
@@ -22,7 +22,9 @@ PATCHES = sorted((ROOT / "verify" / "mutants").glob("*.patch"))
 
 @cache
 def on_cpu(step: Step, case: Case) -> CaseResult:
-    return check_case(step, case, (CpuBackend(seed=0), CpuBackend(seed=1)))
+    runs = CpuBackend(seed=0), CpuBackend(seed=1)
+    runs[0].build(step, case.specialization)  # what does not compile is not rejected by the checker
+    return check_case(step, case, runs)
 
 
 @pytest.mark.parametrize("path", PATCHES, ids=lambda path: path.stem)
@@ -39,7 +41,7 @@ def test_rejected(path):
 
 def test_every_step_has_mutants():
     broken = {read_patch(path).step.name for path in PATCHES}
-    assert {"v01", "v02", "v03", "v04"} <= broken
+    assert broken == {step.name for step in all_steps()}
 
 
 PATCH = """\
