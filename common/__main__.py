@@ -111,12 +111,11 @@ def profile(name: str) -> int:
     print(f"{step.name}: {step.title}\n\n{summary.compiled(record)}")
     _print_bank_conflicts(record["banks"])
     _write(static_path(step), record)
-    _report_regenerated()
     if torch.cuda.is_available():
         _add_counters(step)
-        _report_regenerated()
     else:
         print("Nsight Compute was not run, as there is no CUDA device.")
+    _report_regenerated()
     return 0
 
 
