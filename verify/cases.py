@@ -1,8 +1,9 @@
 """The problems that every step is checked on: seeded, each chosen for a mistake it would show.
 
-A step is compiled for each (head_dim, dtype, causal), so the cases share a dozen of those; sizes
+A step is compiled for each (head_dim, dtype, causal), so the cases share fourteen of those; sizes
 are small because the SIMT runtime executes them thread by thread. Tiles are 16 to 128 rows: the
-lengths of the ragged cases are multiples of none.
+lengths of the ragged cases are multiples of none. The steps on the tensor cores take no fp32: what
+an fp32 case shows of the scalar steps, another one must show of them.
 """
 
 from __future__ import annotations

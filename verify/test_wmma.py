@@ -155,11 +155,31 @@ __device__ float* dump(float* to, Matrix... matrix) {
 """,
             2,
         ),
+        (
+            """
+    for (int i = t; i < 256; i += 32) p.lse[i] = 3;
+    BARRIER
+    wmma::load_matrix_sync(acc, p.lse, 16, wmma::mem_row_major);
+    wmma::store_matrix_sync(p.lse + 256, acc, 16, wmma::mem_row_major);
+""",
+            3,
+        ),
+        (
+            """
+    wmma::fill_fragment(acc, 1.0f);
+    for (int i = t; i < 256; i += 32) p.lse[i] = 4;
+    __syncwarp();
+    for (int i = t; i < 256; i += 32) p.lse[256 + i] = p.lse[255 - i];
+    BARRIER
+    wmma::store_matrix_sync(p.lse, acc, 16, wmma::mem_row_major);
+""",
+            4,
+        ),
     ],
-    ids=["store", "load"],
+    ids=["after_store", "after_load", "before_load", "before_store"],
 )
 def test_other_lanes_need_a_barrier(tmp_path, body, expected):
-    """Before they read what was stored, or write where was loaded from."""
+    """Before they access what was stored or loaded, and after they did what is to be."""
     right = []
     for barrier in "__syncwarp();", "":
         text = "    Accumulator acc;" + body.replace("BARRIER", barrier)
@@ -174,7 +194,7 @@ def test_other_lanes_need_a_barrier(tmp_path, body, expected):
 
 
 # What a warp executes, and what the report says: a regular expression; @ stands for the statement's
-# place. q and lse have 256 elements.
+# place. q has 256 elements, lse 384.
 FAULTS = [
     Fault(
         "address",
@@ -208,15 +228,15 @@ FAULTS = [
     ),
     Fault(
         "store_past_end",
-        "store_matrix_sync(p.lse + 128, acc, 16, mem_col_major);",
+        "store_matrix_sync(p.lse + 256, acc, 16, mem_col_major);",
         r"out-of-bounds write .*: past the end of lse .*\n  .* it passed: store_matrix_sync @",
     ),
     Fault(
         "different_addresses",
-        "load_matrix_sync(a, p.q + (t == 5 ? 16 : 0), 16);",
+        "load_matrix_sync(acc, p.lse + (t == 5 ? 16 : 0), 16, mem_row_major);",
         r"lanes name different matrices .*: load_matrix_sync @ .*"
-        r"\n  lane 0: at byte 0 of q \(512 bytes\), ldm 16, row-major"
-        r"\n  lane 5: at byte 32 of q \(512 bytes\), ldm 16, row-major",
+        r"\n  lane 0: at byte 0 of lse \(1536 bytes\), ldm 16, row-major"
+        r"\n  lane 5: at byte 64 of lse \(1536 bytes\), ldm 16, row-major",
     ),
     Fault(
         "different_ldm",
@@ -252,4 +272,4 @@ def faults_step(tmp_path_factory) -> Step:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_is_reported(faults_step, fault):
-    expect_report(faults_step, FAULTS, fault, q=Q.bfloat16(), num_lse=256)
+    expect_report(faults_step, FAULTS, fault, q=Q.bfloat16(), num_lse=384)

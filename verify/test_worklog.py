@@ -31,6 +31,8 @@ WORKLOG = """# Title
 <!-- table: peers --><!-- end -->
 <!-- table: counters --><!-- end -->
 <!-- table: grid --><!-- end -->
+<!-- table: sass --><!-- end -->
+<!-- table: banks --><!-- end -->
 <!-- table: resources v02 --><!-- end -->
 <!-- table: experiments v02 --><!-- end -->
 """
@@ -313,15 +315,12 @@ def test_experiments(root):
 
 @pytest.fixture
 def static_root(root):
-    """The project with static records of v01, v02 and v03, and the markers that show them."""
+    """The project with static records of v01, v02 and v03."""
     not_compiled = made_up_static_record(V01) | {"compiled": "not collected", "banks": []}
     no_sass = made_up_static_record(V03)
     no_sass["compiled"]["sass"] = "not collected"
     for record in (not_compiled, made_up_static_record(V02), no_sass):
         write_record(root / f"profiles/static/{record['step']}.json", record)
-    (root / "worklog.md").write_text(
-        WORKLOG + "<!-- table: sass --><!-- end -->\n<!-- table: banks --><!-- end -->\n"
-    )
     return root
 
 

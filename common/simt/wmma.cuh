@@ -80,10 +80,12 @@ struct MatrixInMemory {
     }
 };
 
-// Returns once all lanes have come with the same matrix. Each then accesses its own elements, in its
-// own time: as on the device, what other lanes access next needs a __syncwarp() before it.
-template <typename T>
-void meet_at(MatrixInMemory<T> matrix, const char* name, Site site) {
+// Has all lanes meet, which must name the same matrix, and calls access(i) for each of the running
+// lane's elements. To meet does not order what lanes access in memory: half of the elements are
+// accessed when the lane comes, half in its own time when all have come. So a __syncwarp() is missed
+// both before, where other lanes have yet to access the matrix, and after, where they do so next.
+template <int SIZE, typename T, typename Access>
+void meet_at(MatrixInMemory<T> matrix, const char* name, Site site, Access access) {
     constexpr size_t ADDRESS_BYTES = 32;
     constexpr size_t LDM_BYTES = 16;
     const Operation operation = {name, site, ALL_LANES};
@@ -94,6 +96,8 @@ void meet_at(MatrixInMemory<T> matrix, const char* name, Site site) {
                  LDM_BYTES / sizeof(T), LDM_BYTES, MATRIX_SIDE, matrix.ldm)
             .fail();
     }
+    Worker::current()->self().operation = operation;  // for the report, should access() trap
+    for (int i = 0; i < SIZE; i += 2) access(i);
     collective(warp_for(operation), operation, matrix, [&](Payloads<MatrixInMemory<T>> lanes) {
         for_each_lane(ALL_LANES, [&](int lane) {
             if (lanes[lane] == lanes[0]) return;
@@ -105,12 +109,13 @@ void meet_at(MatrixInMemory<T> matrix, const char* name, Site site) {
             report.fail();
         });
     });
+    for (int i = 1; i < SIZE; i += 2) access(i);
 }
 
 template <typename T, int SIZE, int SEED>
 void load_fragment(Fragment<T, SIZE, SEED>& fragment, MatrixInMemory<const T> matrix, Site site) {
-    meet_at(matrix, "load_matrix_sync", site);
-    for (int i = 0; i < SIZE; ++i) fragment.x[i] = matrix[fragment.map.element(lane_id(), i)];
+    meet_at<SIZE>(matrix, "load_matrix_sync", site,
+                  [&](int i) { fragment.x[i] = matrix[fragment.map.element(lane_id(), i)]; });
 }
 
 template <typename T, int SIZE, int SEED>
@@ -182,9 +187,9 @@ inline void load_matrix_sync(Accumulator& fragment, const float* p, unsigned ldm
 inline void store_matrix_sync(float* p, const Accumulator& fragment, unsigned ldm, layout_t layout,
                               simt::Site site = simt::Site::here()) {
     const simt::MatrixInMemory<float> matrix = {p, ldm, layout};
-    simt::meet_at(matrix, "store_matrix_sync", site);
-    for (int i = 0; i < fragment.num_elements; ++i)
+    simt::meet_at<Accumulator::num_elements>(matrix, "store_matrix_sync", site, [&](int i) {
         matrix[fragment.map.element(simt::lane_id(), i)] = fragment.x[i];
+    });
 }
 
 // D = A B + C
