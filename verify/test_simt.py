@@ -392,10 +392,8 @@ def sanitized_step(tmp_path_factory) -> Step:
 @pytest.mark.parametrize(
     ("scenario", "report"),
     [
-        (
-            0,
-            r"sanitized.cu:\d+:\d+: runtime error: index \d+ out of bounds for type 'float",
-        ),
+        # Where two workers report the same place at once, the sanitizer may leave out the column.
+        (0, r"sanitized.cu:\d+(:\d+)?: runtime error: index \d+ out of bounds for type 'float"),
         (1, "runtime error: .* misaligned address"),
         (2, "insufficient space|stack-buffer-overflow"),
         (3, "signed integer overflow"),
