@@ -23,6 +23,7 @@ OPCODES = (
     "LDGSTS",
     "LDG",
     "LDS",
+    "LD",
     "STS",
     "LDL",
     "STL",

@@ -193,7 +193,7 @@ def peers(profile: Profile) -> str:
 
 
 def grid(profile: Profile) -> str:
-    """A row a shape: the steps' rates, then the peers' and what share of each the last step has."""
+    """A row a shape: the steps' rates, then the peers' and what multiple the last step's is."""
     measured = profile.grid["sources"] if profile.grid else {}
     steps = [step.name for step in profile.steps if step.name in measured]
     if not steps:
@@ -222,7 +222,7 @@ def grid(profile: Profile) -> str:
         f"\n\nTFLOP/s on the {profile.grid['device']} in {profile.grid['dtype']}; where the mask "
         f"is causal, half of the operations are counted. Median of {rounds} interleaved rounds a "
         "row, L2 flushed before each call. In parentheses: "
-        f"{labels[-1]}'s share of the peer's rate, bold from 100% on. {_clocks(states).strip()}"
+        f"{labels[-1]}'s rate over the peer's, bold where it is no slower. {_clocks(states).strip()}"
     )
 
 
@@ -231,8 +231,8 @@ def _rate(rate: float | None, last_step: float | None = None) -> str:
         return "missing"
     if last_step is None:
         return f"{rate:.4g}"
-    share = _percent(last_step / rate)
-    return f"{rate:.4g} ({f'**{share}**' if last_step >= rate else share})"
+    ratio = f"{last_step / rate:.2f} ×"
+    return f"{rate:.4g} ({f'**{ratio}**' if last_step >= rate else ratio})"
 
 
 def resources(profile: Profile, step: str) -> str:

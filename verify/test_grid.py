@@ -126,13 +126,13 @@ def test_table(profile):
     assert text.splitlines()[:4] == [
         "| head_dim | Mask | Batch × heads × N | v01 | v02 | sdpa_math | sdpa_flash | sdpa_cudnn |",
         "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |",
-        "| 64 | none | 4 × 32 × 4096 | 100 | 200 | missing | 160 (**125.0%**) | 640 (31.2%) |",
-        "| 64 | causal | 4 × 32 × 4096 | 100 | 200 | missing | 160 (**125.0%**) | 640 (31.2%) |",
+        "| 64 | none | 4 × 32 × 4096 | 100 | 200 | missing | 160 (**1.25 ×**) | 640 (0.31 ×) |",
+        "| 64 | causal | 4 × 32 × 4096 | 100 | 200 | missing | 160 (**1.25 ×**) | 640 (0.31 ×) |",
     ]
     caption = text.splitlines()[-1]
     assert "NVIDIA H200 in bf16" in caption
     assert "Median of 3 interleaved rounds" in caption
-    assert "v02's share of the peer's rate" in caption
+    assert "v02's rate over the peer's" in caption
     assert "throttle reasons after: none" in caption
 
 
