@@ -222,7 +222,8 @@ def grid(profile: Profile) -> str:
         f"\n\nTFLOP/s on the {profile.grid['device']} in {profile.grid['dtype']}; where the mask "
         f"is causal, half of the operations are counted. Median of {rounds} interleaved rounds a "
         "row, L2 flushed before each call. In parentheses: "
-        f"{labels[-1]}'s rate over the peer's, bold where it is no slower. {_clocks(states).strip()}"
+        f"{labels[-1]}'s rate over the peer's, bold where it is no slower. "
+        f"{_clocks(states).strip()}"
     )
 
 
