@@ -2,8 +2,9 @@
 // change: both products by WMMA, 16x16x16 at a time; a warp owns 16 query rows. Which lane holds
 //     which element of a fragment is not documented, so S goes through shared memory to the softmax
 //     and P through shared memory back
-// why: v04 is limited by the FMA pipes; the tensor cores multiply 15 times as fast, so that now the
-//     way of S, P and the operands through shared memory is the limit: 3 to 4 times v04
+// why: the FMA pipes, which v04 keeps busy for more than half of the time, end at 67 TFLOP/s; the
+//     tensor cores multiply 15 times as fast, so that now the way of S, P and the operands through
+//     shared memory is the limit: 3 to 4 times v04
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_80
 #include "copy.cuh"
 #include "wmma.cuh"
