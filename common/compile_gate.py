@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from itertools import product
 
 from common.build import build_cubin, parse_resources
+from common.profile import spill_bytes
 from common.static import PROBLEM, headline_arch
 from common.step import Specialization, Step, all_steps
 from common.tables import markdown
@@ -38,7 +40,7 @@ def compile_all() -> int:
         name = f"{step.name} {arch} {spec}"
         mistakes += [f"{name}: {line}" for line in build.log.splitlines() if "serialized" in line]
         for kernel, r in parse_resources(build.log).items():
-            spills = r.spill_store_bytes + r.spill_load_bytes
+            spills = spill_bytes(asdict(r))
             numbers = (r.registers, r.static_smem, r.stack_bytes, spills)
             rows.append([step.name, kernel, arch, str(spec), *map(str, numbers)])
             if (r.stack_bytes or spills) and (step.name, spec.head_dim) not in LOCAL_MEMORY:
