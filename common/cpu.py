@@ -1,8 +1,8 @@
 """The SIMT backend: executes steps on the CPU to check them. common/simt/ says what it watches for.
 
 A step becomes a program of its own, so that nothing a kernel does can hurt this process. The
-program reads one request (struct Request of common/simt/run.h) from stdin and writes o, lse and
-counts to stdout, or a report of what a kernel did wrong to stderr.
+program reads one request (struct Request of common/simt/run.h) from stdin and writes o, lse,
+workspaces and counts to stdout, or a report of what a kernel did wrong to stderr.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from common.build import compile_cached, host_compiler
 from common.errors import NotEnoughMemoryError
 from common.launch import LaunchDescriptor, Sizes, check_alignment, evaluate, pack, strides
 from common.step import ROOT, Specialization, Step
+from common.tensor_map import encode_for_cpu, tensor_maps
 
 SIMT_DIR = ROOT / "common" / "simt"
 
@@ -142,9 +143,9 @@ class CpuBackend:
         *,
         causal: bool,
         softmax_scale: float,
-    ) -> None:
+    ) -> list[torch.Tensor]:
         """Launches the step into o and lse and waits. Also raises SimtError."""
-        self._execute(step, q, k, v, o, lse, causal, softmax_scale, count_banks=False)
+        return self._execute(step, q, k, v, o, lse, causal, softmax_scale, count_banks=False)[0]
 
     def count_shared_accesses(
         self,
@@ -159,7 +160,7 @@ class CpuBackend:
         """Runs the step once: its accesses to shared memory through a wrapper, in source order."""
         o = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:3])
-        return self._execute(step, q, k, v, o, lse, causal, softmax_scale, count_banks=True)
+        return self._execute(step, q, k, v, o, lse, causal, softmax_scale, count_banks=True)[1]
 
     def _execute(
         self,
@@ -172,13 +173,15 @@ class CpuBackend:
         causal: bool,
         softmax_scale: float,
         count_banks: bool,
-    ) -> list[SharedAccess]:
-        """The accesses are empty unless count_banks."""
+    ) -> tuple[list[torch.Tensor], list[SharedAccess]]:
+        """The workspaces, and the accesses: none unless count_banks."""
         spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal)
         step.require(spec)
         program = self.build(step, spec)
-        plan = evaluate(_read_descriptor(program), Sizes.of(q, k))
+        descriptor = _read_descriptor(program)
+        plan = evaluate(descriptor, Sizes.of(q, k))
         check_alignment(step.name, plan.alignment, q=q, k=k, v=v, o=o)
+        maps = tensor_maps(step.name, descriptor, q=q, k=k, v=v, o=o)
         _check_memory(step, sum(plan.workspace_bytes))
 
         inputs = [_poisoned_span(t) for t in (q, k, v)]
@@ -203,7 +206,7 @@ class CpuBackend:
             kernels=(_KernelRequest * 3)(*kernels),
         )
         no_addresses = dict.fromkeys(("q", "k", "v", "o", "lse"), 0)  # the program fills them in
-        params = pack(q, k, v, o, no_addresses, [0, 0], softmax_scale)
+        params = pack(q, k, v, o, encode_for_cpu(maps), no_addresses, [0, 0], softmax_scale)
         answer = _run(step, spec, program, b"".join([request, params, *inputs]))
 
         o_span[:] = np.frombuffer(answer, o_span.dtype, o_span.size)
@@ -217,7 +220,13 @@ class CpuBackend:
                 f"{step.name} ({spec}): write outside the output view: {written.size} elements "
                 f"between o's rows have changed, the first {written[0]} elements after o's start"
             )
-        return _read_accesses(answer[o_span.nbytes + lse.nbytes :])
+        offset = o_span.nbytes + lse.nbytes
+        workspace = []
+        for bytes_ in plan.workspace_bytes:
+            part = np.frombuffer(answer, np.uint8, bytes_, offset)
+            workspace.append(torch.from_numpy(part.copy()))
+            offset += bytes_
+        return workspace, _read_accesses(answer[offset:])
 
 
 @cache

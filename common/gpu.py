@@ -12,9 +12,11 @@ import torch
 
 from common.backend import DTYPE_NAMES
 from common.build import Build, Resources, build_cubin, cubin_flags, nvcc, parse_resources
+from common.driver import bindings, call
 from common.errors import NotEnoughMemoryError, UsageError
 from common.launch import AttentionParams, LaunchDescriptor, Sizes, check_alignment, evaluate, pack
 from common.step import Specialization, Step
+from common.tensor_map import encode_for_gpu, tensor_maps
 
 DEFAULT_SMEM_LIMIT = 48 * 1024  # dynamic; a kernel that wants more must say so before its launch
 POISON = 0xFF  # a byte of a NaN in every dtype
@@ -34,8 +36,8 @@ class GpuBackend:
 
     The first call of a specialization compiles and loads it, which cannot happen while a CUDA graph
     is captured. poison fills workspaces with NaN before each call, so that a check sees what a step
-    reads without having written it. Raises UsageError where PyCUDA, nvcc or a CUDA device is
-    missing.
+    reads without having written it. Raises UsageError where PyCUDA, cuda-bindings, nvcc or a CUDA
+    device is missing.
     """
 
     name = "gpu"
@@ -47,6 +49,7 @@ class GpuBackend:
             import pycuda.driver as driver
         except ImportError as error:
             raise UsageError(f"PyCUDA cannot be imported ({error}): pip install pycuda") from None
+        bindings()
         nvcc()
         torch.cuda.init()
         driver.init()
@@ -108,7 +111,7 @@ class GpuBackend:
         *,
         causal: bool,
         softmax_scale: float,
-    ) -> None:
+    ) -> list[torch.Tensor]:
         """Launches the step on torch's current stream; returns before it has run."""
         spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal)
         if reason := self.refusal(step, spec):
@@ -116,14 +119,16 @@ class GpuBackend:
         module = self._module(step, spec)
         plan = evaluate(module.descriptor, Sizes.of(q, k))
         check_alignment(step.name, plan.alignment, q=q, k=k, v=v, o=o)
-        # Freed on return, and reused by torch only for work later on the same stream.
+        maps = tensor_maps(step.name, module.descriptor, q=q, k=k, v=v, o=o)
+        encoded = encode_for_gpu(step.name, maps)
+        # Once freed, torch reuses it only for work later on the same stream.
         workspace = self._allocate(step, plan.workspace_bytes)
         addresses = {
             name: tensor.data_ptr()
             for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse))
         }
         params = bytes(
-            pack(q, k, v, o, addresses, [w.data_ptr() for w in workspace], softmax_scale)
+            pack(q, k, v, o, encoded, addresses, [w.data_ptr() for w in workspace], softmax_scale)
         )
         with torch.cuda.device(self.device), self._launch_stream() as stream:
             try:
@@ -137,6 +142,7 @@ class GpuBackend:
                     )
             except self._driver.Error as error:
                 raise RuntimeError(f"{step.name} cannot be launched: {error}") from None
+        return workspace
 
     @contextlib.contextmanager
     def _launch_stream(self):
@@ -203,7 +209,8 @@ class GpuBackend:
                 name = kernel.name.decode()
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
                 functions[name] = function = module.get_function(name)
-                function.prepare([f"{ctypes.sizeof(AttentionParams)}s"])
+                padding = _parameter_offset(build.path, name)
+                function.prepare([f"{padding}x{ctypes.sizeof(AttentionParams)}s"])
                 if DEFAULT_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
                     function.set_attribute(
                         self._driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -212,3 +219,19 @@ class GpuBackend:
             return _Module(descriptor, functions, resources)
         finally:
             self._driver.Context.pop()
+
+
+def _parameter_offset(cubin: Path, kernel: str) -> int:
+    """Bytes before the parameter in what is packed for a launch.
+
+    Parameters begin at some address of constant memory, and the driver aligns only those that it
+    packs itself: here the packer leaves the gap in front of the 128-byte aligned AttentionParams.
+    """
+    library = call("cuLibraryLoadFromFile", str(cubin).encode(), [], [], 0, [], [], 0)
+    try:
+        found = call("cuLibraryGetKernel", library, kernel.encode())
+        offset, size = call("cuKernelGetParamInfo", found, 0)
+    finally:
+        call("cuLibraryUnload", library)
+    assert size == ctypes.sizeof(AttentionParams), "common/launch.py and launch.h differ"
+    return offset

@@ -8,8 +8,15 @@ struct Strides {  // in elements; the head_dim axis is contiguous, so it has non
     int64_t batch, head, row;
 };
 
+// Describes q, k, v or o to the tensor memory accelerator, as [batch, heads, seq, HEAD_DIM] and in
+// boxes, where the launch descriptor asks for it. The bits are the hardware's, or the runtime's.
+struct alignas(128) TensorMap {
+    uint64_t opaque[16];
+};
+
 // The parameter of every kernel of every step.
 struct AttentionParams {
+    TensorMap q_map, k_map, v_map, o_map;
     const Element* q;  // [batch, heads, seq_q, HEAD_DIM]
     const Element* k;  // [batch, kv_heads, seq_k, HEAD_DIM]
     const Element* v;  // [batch, kv_heads, seq_k, HEAD_DIM]
@@ -41,8 +48,18 @@ struct Workspace {  // element_bytes 0: no such workspace
     Extent shape[4];  // elements = product of size rounded up to a multiple of tile
 };
 
+// How a box lies in shared memory: its 16-byte chunks change places in every 8 rows of so many bytes,
+// chunk c of row r with chunk c ^ r % 8 where a row has 128.
+enum Swizzle : int32_t { SWIZZLE_NONE, SWIZZLE_32B, SWIZZLE_64B, SWIZZLE_128B };
+
+struct Box {  // what TMA copies at once, elements of one head; rows 0: no such tensor map
+    int32_t rows, columns;
+    Swizzle swizzle;
+};
+
 struct LaunchDescriptor {
     int32_t alignment;        // bytes that divide every row's address in q, k, v and o
     KernelLaunch kernels[3];  // launched in this order
     Workspace workspace[2];
+    Box q_box, k_box, v_box, o_box;
 };

@@ -8,15 +8,24 @@ from dataclasses import asdict, dataclass
 
 from common.errors import UsageError
 
+TENSOR_MAP_BYTES = 128
+
 
 class _Strides(ctypes.Structure):
     _fields_ = [("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]
+
+
+_TensorMap = ctypes.c_uint8 * TENSOR_MAP_BYTES
 
 
 class AttentionParams(ctypes.Structure):
     """struct AttentionParams; pointers are device addresses, strides count elements."""
 
     _fields_ = [
+        ("q_map", _TensorMap),
+        ("k_map", _TensorMap),
+        ("v_map", _TensorMap),
+        ("o_map", _TensorMap),
         ("q", ctypes.c_uint64),
         ("k", ctypes.c_uint64),
         ("v", ctypes.c_uint64),
@@ -33,6 +42,7 @@ class AttentionParams(ctypes.Structure):
         ("seq_q", ctypes.c_int32),
         ("seq_k", ctypes.c_int32),
         ("softmax_scale", ctypes.c_float),
+        ("_padding", ctypes.c_uint8 * 80),  # to a multiple of the alignment, 128
     ]
 
 
@@ -53,6 +63,16 @@ class _Workspace(ctypes.Structure):
     _fields_ = [("element_bytes", ctypes.c_int32), ("shape", _Extent * 4)]
 
 
+class Box(ctypes.Structure):
+    """struct Box; swizzle is enum Swizzle, rows 0 says that there is no tensor map."""
+
+    _fields_ = [
+        ("rows", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+        ("swizzle", ctypes.c_int32),
+    ]
+
+
 class LaunchDescriptor(ctypes.Structure):
     """struct LaunchDescriptor, copied from the compiled module."""
 
@@ -60,6 +80,10 @@ class LaunchDescriptor(ctypes.Structure):
         ("alignment", ctypes.c_int32),
         ("kernels", _KernelLaunch * 3),
         ("workspace", _Workspace * 2),
+        ("q_box", Box),
+        ("k_box", Box),
+        ("v_box", Box),
+        ("o_box", Box),
     ]
 
 
@@ -147,10 +171,21 @@ def check_alignment(step_name: str, alignment: int, **tensors) -> None:
 
 
 def pack(
-    q, k, v, o, addresses: dict[str, int], workspace: list[int], softmax_scale: float
+    q,
+    k,
+    v,
+    o,
+    maps: dict[str, bytes],
+    addresses: dict[str, int],
+    workspace: list[int],
+    softmax_scale: float,
 ) -> AttentionParams:
-    """AttentionParams of torch tensors that lie at the given addresses (keys q, k, v, o, lse)."""
+    """AttentionParams of torch tensors that lie at the given addresses (keys q, k, v, o, lse).
+
+    maps has the bits of the tensor maps that the step asks for, by the tensor's name.
+    """
     return AttentionParams(
+        **{f"{name}_map": _TensorMap.from_buffer_copy(map_) for name, map_ in maps.items()},
         **addresses,
         workspace=(ctypes.c_uint64 * 2)(*workspace),
         q_stride=_Strides(*strides(q)),

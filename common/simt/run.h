@@ -1,6 +1,7 @@
 // main(): the step as a program. `step describe` writes the launch descriptor; `step run` reads one
-// request from stdin, executes the kernels and writes to stdout o, lse and, where bank conflicts
-// are counted, a line for each place that accesses shared memory. common/cpu.py is the other side.
+// request from stdin, executes the kernels and writes to stdout o, lse, the workspaces and, where
+// bank conflicts are counted, a line for each place that accesses shared memory. common/cpu.py is
+// the other side.
 #pragma once
 #include <dlfcn.h>
 #include <pthread.h>
@@ -8,6 +9,7 @@
 #include <utility>
 
 #include "cuda.h"
+#include "tensor_map.h"
 #include "trap.h"
 
 extern "C" LaunchDescriptor launch_descriptor;  // each step defines its own
@@ -30,7 +32,7 @@ struct KernelRequest {  // an empty name ends the list
     int32_t smem_bytes;
 };
 
-// Followed by AttentionParams without its pointers and by the bytes of q, k and v.
+// Followed by AttentionParams without its addresses and by the bytes of q, k and v.
 struct Request {
     uint64_t seed;
     int32_t workers;  // OS threads
@@ -135,6 +137,10 @@ inline void launch_kernel(const Request& request, int index) {
     }
 }
 
+inline void set_address(TensorMap& map, const std::byte* address) {
+    reinterpret_cast<TensorMapFields&>(map).address = reinterpret_cast<uintptr_t>(address);
+}
+
 inline int run_request() {
     // Whatever a kernel prints must not mix with the answer.
     FILE* answer = fdopen(dup(STDOUT_FILENO), "wb");
@@ -164,12 +170,16 @@ inline int run_request() {
     kernel_params.lse = reinterpret_cast<float*>(pointers[LSE]);
     kernel_params.workspace[0] = pointers[WORKSPACE0];
     kernel_params.workspace[1] = pointers[WORKSPACE1];
+    set_address(kernel_params.q_map, pointers[Q]);
+    set_address(kernel_params.k_map, pointers[K]);
+    set_address(kernel_params.v_map, pointers[V]);
+    set_address(kernel_params.o_map, pointers[O]);
 
     time_limit_s = request.time_limit_s;
     install_traps();
     for (int i = 0; i < 3 && request.kernels[i].name[0]; ++i) launch_kernel(request, i);
-    write_exactly(answer, pointers[O], request.buffers[O].bytes);
-    write_exactly(answer, pointers[LSE], request.buffers[LSE].bytes);
+    for (int i = O; i < NUM_BUFFERS; ++i)
+        if (pointers[i]) write_exactly(answer, pointers[i], request.buffers[i].bytes);
     for (const BankCounter::Place& place : bank_counter.places()) {
         fprintf(answer, "%s\t%s\t%d\t%lld\t%lld\t%lld\n", place.operation, place.site.file_name(),
                 place.site.line, place.accesses, place.ideal, place.wavefronts);
