@@ -29,12 +29,13 @@ struct Layout {{
 
 extern "C" {{
 __constant__ LaunchDescriptor launch_descriptor = {{
-    .alignment = sizeof(Element),
+    .alignment = {alignment},
     .kernels = {{{{.name = "test_kernel",
                  .grid = {{{{SEQ_Q, 1}}}},
                  .threads = {threads},
                  .smem_bytes = sizeof(Layout)}}}},
     .workspace = {{{{.element_bytes = 4, .shape = {{{{SEQ_Q, 1}}}}}}}},
+    {boxes}
 }};
 
 // One block a query.
@@ -57,10 +58,20 @@ def write_step(
     threads: int = 48,
     globals_: str = "",
     layout: str = "float first[32], second[32]; int counter;",
+    boxes: str = "",
 ) -> Step:
+    """boxes are fields of the launch descriptor."""
     path = folder / f"{name}.cu"
     path.write_text(
-        SOURCE.format(name=name, body=body, threads=threads, globals=globals_, layout=layout)
+        SOURCE.format(
+            name=name,
+            body=body,
+            threads=threads,
+            globals=globals_,
+            layout=layout,
+            boxes=boxes,
+            alignment=16 if boxes else "sizeof(Element)",
+        )
     )
     return read_step(path)
 

@@ -28,6 +28,8 @@ PATTERNS = [
     ("ldmatrix_x4(r, &smem.dense[t][8 * (5 ^ t % 8)])", 4, 4),
     ("ldmatrix_x4(r, &smem.dense[t][8 * (t % 4)])", 4, 8),
     ("ldmatrix_x4(r, smem.dense[0])", 4, 4),
+    ("stmatrix_x4(smem.dense[t], r)", 4, 32),
+    ("stmatrix_x4(&smem.dense[t][8 * (5 ^ t % 8)], r)", 4, 4),
     # 16 bytes a lane: 8 lanes a phase.
     ("load_float4(smem.floats[0])", 4, 4),
     ("load_float4(smem.floats[t / 8] + 4 * (t % 8))", 4, 4),

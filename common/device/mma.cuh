@@ -1,5 +1,5 @@
-// The warp's matrix instructions whose register layout is known (sm_80), for 16-bit elements. The
-// layouts are the PTX ISA's, "Matrix fragments for mma.m16n8k16" and "ldmatrix".
+// The warp's matrix instructions whose register layout is known (sm_80; stmatrix sm_90), for 16-bit
+// elements. The layouts are the PTX ISA's, "Matrix fragments for mma.m16n8k16" and "ldmatrix".
 // common/simt/mma.cuh is the twin for the host compiler.
 #pragma once
 #include "attention.cuh"
@@ -22,6 +22,14 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const Element* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
+                 : "memory");
+}
+
+// Four 8x8 matrices to shared memory, from the registers where ldmatrix_x4 leaves them.
+__device__ inline void stmatrix_x4(Element* row, const uint32_t (&r)[4]) {
+    const uint32_t address = __cvta_generic_to_shared(row);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 

@@ -41,18 +41,35 @@ T* vector_access(T* address, const char* operation, Site site) {
     return address;
 }
 
-// The same, to the block's shared memory.
-template <size_t BYTES, typename T>
-T* shared_access(T* address, const char* operation, Site site) {
-    vector_access<BYTES>(address, operation, site);
-    const auto* first = reinterpret_cast<const std::byte*>(address);
+// Where in the block's shared memory the `bytes` bytes from `address` on lie.
+inline size_t require_shared(const void* address, size_t bytes, const char* operation, Site site) {
+    const auto* first = static_cast<const std::byte*>(address);
     const Buffer& smem = Worker::current()->shared_memory();
-    if (!smem.contains(first) || !smem.contains(first + BYTES - 1)) {
+    if (!smem.contains(first) || bytes > size_t(smem.data + smem.bytes - first)) {
         Report report = address_fault("access outside shared memory", operation, site);
-        report.add("%zu bytes of the block's shared memory, not the address ", BYTES);
+        report.add("%zu bytes of the block's shared memory, not the address ", bytes);
         describe_address(report, first);
         report.fail();
     }
+    return first - smem.data;
+}
+
+// The running thread's access to BYTES bytes of the block's shared memory.
+template <size_t BYTES, typename T>
+T* shared_access(T* address, const char* operation, Site site) {
+    vector_access<BYTES>(address, operation, site);
+    require_shared(address, BYTES, operation, site);
+    return address;
+}
+
+// The running thread is about to write `bytes` bytes of any memory by an ordinary instruction.
+template <typename T>
+T* note_write(T* address, size_t bytes) {
+    Worker& worker = *Worker::current();
+    const auto* first = reinterpret_cast<const std::byte*>(address);
+    const Buffer& smem = worker.shared_memory();
+    if (smem.contains(first))
+        worker.async_view().note_write(worker.running_thread(), first - smem.data, bytes);
     return address;
 }
 

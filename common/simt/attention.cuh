@@ -6,7 +6,12 @@
 //     cuda.h        keywords, vector types, maths    element.h    bf16 and fp16
 //     warp.h        shuffles and votes               block.h      __syncthreads, shared memory
 //     vector.h      16-byte accesses                 copy.cuh     16-byte copies, cp.async
-//     mma.cuh       ldmatrix, mma.sync               wmma.cuh     CUDA's warp matrices
+//     mma.cuh       ldmatrix, stmatrix, mma.sync     wmma.cuh     CUDA's warp matrices
+//     wgmma.cuh     the warpgroup's products         wgmma_state.h   of them, those in flight
+//     warpgroup.cuh setmaxnreg, named barriers       warpgroup_state.h   what those have counted
+//     mbarrier.cuh  barriers that count bytes        tma.cuh      copies of boxes of tensors
+//     async.h       reads by the async proxy         async_view.h what that proxy sees
+//     tensor_map.h  what is in a tensor map          mbarrier_state.h  what an mbarrier counts
 //     access.h      addresses checked and counted    banks.h      bank conflicts
 //     collective.h  what threads do together         scheduler.h  blocks, threads, who runs next
 //     thread.h      the state of a thread            stall.h      why no thread can run
@@ -18,7 +23,8 @@
 // A new instruction is a function with the name of its wrapper in common/device. If threads execute
 // it together, it is a call of collective(). If a thread waits in it for something else, it calls
 // Worker::start_waiting() and yield(), and whatever it waits for calls make_runnable(). If it
-// accesses memory, the address goes through vector_access() or shared_access().
+// accesses memory, the address goes through vector_access() or shared_access(); if it writes,
+// through note_write() too.
 #pragma once
 #include "block.h"
 #include "cuda.h"

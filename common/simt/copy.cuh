@@ -9,7 +9,8 @@ inline uint4 load_uint4(const Element* p, simt::Site site = simt::Site::here()) 
 }
 
 inline void store_uint4(Element* p, uint4 x, simt::Site site = simt::Site::here()) {
-    *reinterpret_cast<uint4*>(simt::vector_access<16>(p, "store_uint4", site)) = x;
+    simt::vector_access<16>(p, "store_uint4", site);
+    *reinterpret_cast<uint4*>(simt::note_write(p, 16)) = x;
 }
 
 // From here to the wait the destination may hold the old or the new elements, which is good for

@@ -34,6 +34,21 @@ inline void ldmatrix(uint32_t (&r)[4], const Element* row, bool transposed, cons
     for (int m = 0; m < 4; ++m) r[m] = *payload.lower[m] | uint32_t{*payload.upper[m]} << 16;
 }
 
+// The inverse of ldmatrix: lanes that have named their rows each write theirs in their own time.
+inline void stmatrix(Element* row, const uint32_t (&r)[4], const char* name, Site site) {
+    struct Payload {
+        const uint32_t* r;
+        uint32_t row[4];  // of the lane's row, two elements each
+    } payload{r, {}};
+    shared_access<16>(row, name, site);
+    warp_instruction(name, site, payload, [](Payloads<Payload> lanes) {
+        for (int lane = 0; lane < WARP_SIZE; ++lane) {
+            for (int i = 0; i < 4; ++i) lanes[lane].row[i] = lanes[lane % 8 * 4 + i].r[lane / 8];
+        }
+    });
+    memcpy(note_write(row, 16), payload.row, 16);
+}
+
 template <typename T>
 float lower(uint32_t packed) {
     return to_float(T{static_cast<uint16_t>(packed)});
@@ -53,6 +68,11 @@ inline void ldmatrix_x4(uint32_t (&r)[4], const Element* row,
 inline void ldmatrix_x4_trans(uint32_t (&r)[4], const Element* row,
                               simt::Site site = simt::Site::here()) {
     simt::ldmatrix(r, row, true, "ldmatrix_x4_trans", site);
+}
+
+inline void stmatrix_x4(Element* row, const uint32_t (&r)[4],
+                        simt::Site site = simt::Site::here()) {
+    simt::stmatrix(row, r, "stmatrix_x4", site);
 }
 
 // A product of two 16-bit numbers is exact in float. They are added one after another, each sum

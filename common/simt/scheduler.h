@@ -4,14 +4,19 @@
 #pragma once
 #include <stdint.h>
 
+#include <map>
 #include <vector>
 
+#include "async_view.h"
 #include "banks.h"
+#include "mbarrier_state.h"
 #include "memory.h"
 #include "random.h"
 #include "report.h"
 #include "stall.h"
 #include "thread.h"
+#include "warpgroup_state.h"
+#include "wgmma_state.h"
 
 struct uint3 {
     uint32_t x, y, z;
@@ -39,8 +44,10 @@ class Worker {
     explicit Worker(const Launch& launch)
         : launch(launch),
           smem("shared memory", launch.smem_bytes, 16, 0, launch.smem_flush),
+          smem_async_view(smem),
           threads(launch.num_threads),
           block_group{0, launch.num_threads},
+          register_pool(launch.num_threads),
           random(0) {
         stacks.reserve(launch.num_threads);
         for (int i = 0; i < launch.num_threads; ++i) {
@@ -50,6 +57,10 @@ class Worker {
         for (int i = 0; i < launch.num_threads; i += WARP_SIZE) {
             const int lanes = launch.num_threads - i;
             warp_groups.push_back({i, lanes < WARP_SIZE ? lanes : WARP_SIZE});
+        }
+        for (int i = 0; i < launch.num_threads; i += WARPGROUP_SIZE) {
+            const int rest = launch.num_threads - i;
+            warpgroup_groups.push_back({i, rest < WARPGROUP_SIZE ? rest : WARPGROUP_SIZE});
         }
         blockDim = {static_cast<uint32_t>(launch.num_threads), 1, 1};
         gridDim = {launch.num_blocks, 1, 1};
@@ -65,8 +76,15 @@ class Worker {
     void run_block(uint32_t block) {
         blockIdx = {block, 0, 0};
         random = Random(mix(launch.seed) + block);
+        loads_may_be_early = Random(~(mix(launch.seed) + block)).below(2);
         one_warp_first = random.below(2);
         smem.poison();
+        smem_async_view.begin_block();
+        all_mbarriers.clear();
+        wgmma_states.assign(warp_groups.size(), {});
+        wgmma_reads_early = Random(mix(mix(launch.seed) + block)).below(2);
+        for (NamedBarrier& barrier : named_barriers) barrier = {};
+        register_pool.begin_block();
         num_exited = 0;
         for (int i = 0; i < launch.num_threads; ++i) {
             threads[i].operation = {};
@@ -75,6 +93,7 @@ class Worker {
         }
         Fiber::switch_to(scheduler, next_thread());
         running = NO_THREAD;
+        require_loads_landed();
         if (const char* where = smem.damaged_slack()) {
             fault("out-of-bounds write").add(": %s of shared memory", where).fail();
         }
@@ -102,12 +121,29 @@ class Worker {
         ++num_runnable;
     }
 
+    // The copy lands later, as late as when no thread can go on without it.
+    void start_load(const BulkCopy& load) { loads.push_back(load); }
+
+    // Whether to do what may happen at any time, once in n.
+    bool once_in(int n) { return random.below(n) == 0; }
+
     Thread& thread(int i) { return threads[i]; }
     int running_thread() const { return running; }
     Thread& self() { return threads[running]; }
     Group& block() { return block_group; }
     Group& warp() { return warp_groups[running / WARP_SIZE]; }
+    Group& warpgroup() { return warpgroup_groups[running / WARPGROUP_SIZE]; }
     const Buffer& shared_memory() const { return smem; }
+    AsyncView& async_view() { return smem_async_view; }
+    const AsyncView& async_view() const { return smem_async_view; }
+    // The block's that have been initialized, by their place in shared memory.
+    std::map<size_t, MbarrierState>& mbarriers() { return all_mbarriers; }
+    // The running thread's warp's.
+    WgmmaState& wgmma() { return wgmma_states[running / WARP_SIZE]; }
+    // Drawn for each block: wgmma read shared memory at once, or in the wait.
+    bool reads_wgmma_early() const { return wgmma_reads_early; }
+    NamedBarrier& named_barrier(int id) { return named_barriers[id]; }
+    RegisterPool& registers() { return register_pool; }
     // nullptr where the launch asks for no count.
     BankCounter* banks() { return launch.count_banks ? &bank_counter : nullptr; }
 
@@ -149,10 +185,57 @@ class Worker {
     }
 
     void exit_thread() {
+        if (!threads[running].stores.empty()) {
+            const BulkCopy& store = threads[running].stores[0];
+            fault("exit with a store in flight")
+                .add(
+                    ": %s (%s:%d) may not have read shared memory yet, which ends with the block: "
+                    "call cp_async_bulk_commit_group, then cp_async_bulk_wait_group_read",
+                    store.name, store.site.file_name(), store.site.line)
+                .fail();
+        }
+        if (!wgmma().products.empty()) {
+            const AsyncProduct& product = wgmma().products[0];
+            fault("exit with a wgmma in flight")
+                .add(
+                    ": wgmma_m64nNk16 (%s:%d) has not landed: call wgmma_commit_group, then "
+                    "wgmma_wait_group<0>",
+                    product.site.file_name(), product.site.line)
+                .fail();
+        }
         Fiber& self = threads[running].fiber;
         threads[running].state = Thread::EXITED;
         ++num_exited;
         Fiber::switch_to(self, num_exited == launch.num_threads ? scheduler : next_thread());
+    }
+
+    void land_any_load() {
+        const int interrupted = running;
+        running = NO_THREAD;
+        const uint32_t drawn = random.below(loads.size());
+        const BulkCopy load = loads[drawn];
+        loads[drawn] = loads.back();
+        loads.pop_back();
+        load.land();
+        running = interrupted;
+    }
+
+    // A block must not end before all that was started, or announced, has arrived.
+    void require_loads_landed() const {
+        if (!loads.empty()) {
+            const BulkCopy& load = loads[0];
+            fault("block ends with a load in flight")
+                .add(": %s (%s:%d) has not landed: wait for its mbarrier", load.name,
+                     load.site.file_name(), load.site.line)
+                .fail();
+        }
+        for (const auto& [offset, mbarrier] : all_mbarriers) {
+            if (!mbarrier.bytes) continue;
+            Report report = fault("block ends in the middle of an mbarrier's phase");
+            report.add(": ");
+            mbarrier.describe(report);
+            report.fail();
+        }
     }
 
     // A warp with a runnable thread: the running one where it goes first, or else any.
@@ -165,10 +248,17 @@ class Worker {
 
     // Draws a runnable thread and declares it running.
     Fiber& next_thread() {
+        if (loads_may_be_early && !loads.empty() && once_in(4)) land_any_load();
+        while (num_runnable == 0 && !loads.empty()) land_any_load();
         if (num_runnable == 0) {
             running = NO_THREAD;
             Report report = fault(stall_reason(threads));
-            describe_stall(report, threads);
+            describe_stall(report, threads, all_mbarriers);
+            for (int id = 0; id < NUM_BARRIERS; ++id) {
+                if (named_barriers[id].arrived) named_barriers[id].describe(report, id);
+            }
+            for (const RegisterRequest& request : register_pool.requests)
+                register_pool.describe(report, request);
             report.fail();
         }
         std::vector<int>& runnable = next_warp().runnable;
@@ -183,17 +273,26 @@ class Worker {
 
     const Launch& launch;
     Buffer smem;
+    AsyncView smem_async_view;
+    std::map<size_t, MbarrierState> all_mbarriers;
+    std::vector<BulkCopy> loads;  // in flight
     BankCounter bank_counter;
     std::vector<Thread> threads;
     std::vector<GuardedPages> stacks;
     Group block_group;
-    std::vector<Group> warp_groups;
+    std::vector<Group> warp_groups, warpgroup_groups;
+    std::vector<WgmmaState> wgmma_states;  // of each warp
+    bool wgmma_reads_early = false;
+    NamedBarrier named_barriers[NUM_BARRIERS];
+    RegisterPool register_pool;
     Fiber scheduler;  // run_block(), suspended while threads run
     int num_runnable = 0;
     // Drawn for each block: a warp goes on for as long as it can before another has its turn. Where a
     // barrier is missing it then overwrites what the others have yet to read; when every thread is
     // drawn at random, a warp that has to meet in shuffles never gets so far ahead.
     bool one_warp_first = false;
+    // Drawn for each block: loads land at any time; else as late as they may.
+    bool loads_may_be_early = false;
     int running = NO_THREAD;
     int num_exited = 0;
     Random random;

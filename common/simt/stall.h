@@ -1,7 +1,9 @@
 // Says why no thread of a block can go on although not all have exited, and who waits where.
 #pragma once
+#include <map>
 #include <vector>
 
+#include "mbarrier_state.h"
 #include "thread.h"
 
 namespace simt {
@@ -26,10 +28,13 @@ inline const char* stall_reason(const std::vector<Thread>& threads) {
             }
         }
     }
+    const char* reason = "deadlock";
     for (const Thread& thread : threads) {
-        if (thread.state == Thread::WAITING && !thread.operation.mask) return "barrier divergence";
+        if (thread.state != Thread::WAITING) continue;
+        if (thread.operation.mbarrier >= 0 || !thread.payload) return "deadlock";
+        if (!thread.operation.mask) reason = "barrier divergence";
     }
-    return "deadlock";
+    return reason;
 }
 
 // Ascending numbers as "0-3, 7, 9-10".
@@ -42,8 +47,10 @@ inline void describe_ranges(Report& report, const std::vector<size_t>& numbers) 
     }
 }
 
-// One line for all threads that wait for the same, one for those that have exited.
-inline void describe_stall(Report& report, const std::vector<Thread>& threads) {
+// One line for all threads that wait for the same, one for those that have exited, one for each
+// mbarrier that is waited for.
+inline void describe_stall(Report& report, const std::vector<Thread>& threads,
+                           const std::map<size_t, MbarrierState>& mbarriers) {
     const auto alike = [](const Thread& a, const Thread& b) {
         return a.state == b.state && (a.state == Thread::EXITED || a.operation == b.operation);
     };
@@ -65,6 +72,16 @@ inline void describe_stall(Report& report, const std::vector<Thread>& threads) {
         } else {
             report.add(one ? " waits at " : " wait at ");
             threads[i].operation.describe(report);
+        }
+    }
+    for (const auto& [offset, mbarrier] : mbarriers) {
+        for (const Thread& thread : threads) {
+            if (thread.state != Thread::WAITING || thread.operation.mbarrier != int(offset))
+                continue;
+            report.add("\n  ");
+            mbarrier.describe(report);
+            if (mbarrier.bytes > 0) report.add(": no copy is on its way");
+            break;
         }
     }
 }

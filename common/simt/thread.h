@@ -2,6 +2,7 @@
 #pragma once
 #include <stdint.h>
 
+#include <functional>
 #include <vector>
 
 #include "fiber.h"
@@ -16,13 +17,18 @@ struct Operation {
     const char* name = nullptr;  // nullptr before a thread's first
     Site site = {};
     uint32_t mask = 0;  // the lanes of the warp that take part; 0 in groups larger than a warp
+    int mbarrier = -1;  // that the thread waits for: its byte in shared memory; -1 if for none
+    int parity = 0;     // of the phase that it waits for
 
     bool operator==(const Operation& other) const {
-        return name == other.name && mask == other.mask && site == other.site;
+        return name == other.name && mask == other.mask && site == other.site &&
+               mbarrier == other.mbarrier && parity == other.parity;
     }
     void describe(Report& report) const {
         report.add("%s (%s:%d)", name, site.file_name(), site.line);
         if (mask) report.add(" with mask 0x%08x", mask);
+        if (mbarrier >= 0)
+            report.add(" for parity %d of the mbarrier at byte %d", parity, mbarrier);
     }
 };
 
@@ -31,6 +37,14 @@ struct AsyncCopy {
     void* to;
     const void* from;
     uint64_t group;  // how many groups its thread had committed at its issue
+};
+
+// A TMA copy that has not landed.
+struct BulkCopy {
+    const char* name;
+    Site site;
+    uint64_t group;              // of a store: how many groups its thread had committed
+    std::function<void()> land;  // does all of it
 };
 
 struct Thread {
@@ -42,6 +56,8 @@ struct Thread {
     void* payload;  // what it brought to the collective; on its stack, so valid while it waits
     std::vector<AsyncCopy> copies;  // the block's, in the order of their issue
     uint64_t num_copy_groups = 0;   // committed so far
+    std::vector<BulkCopy> stores;   // the block's, in the order of their issue
+    uint64_t num_store_groups = 0;  // committed so far
 };
 
 // A collective that some, not all of its threads have reached.

@@ -10,7 +10,8 @@ inline float4 load_float4(const float* p, simt::Site site = simt::Site::here()) 
 }
 
 inline void store_float4(float* p, float4 x, simt::Site site = simt::Site::here()) {
-    *reinterpret_cast<float4*>(simt::vector_access<16>(p, "store_float4", site)) = x;
+    simt::vector_access<16>(p, "store_float4", site);
+    *reinterpret_cast<float4*>(simt::note_write(p, 16)) = x;
 }
 
 // Four floats, rounded, in one 8-byte access; p must be 8-byte aligned.
@@ -18,7 +19,8 @@ template <typename T>
 void store_float4(T* p, float4 x, simt::Site site = simt::Site::here()) {
     const T elements[4] = {from_float<T>(x.x), from_float<T>(x.y), from_float<T>(x.z),
                            from_float<T>(x.w)};
-    memcpy(simt::vector_access<8>(p, "store_float4", site), elements, sizeof(elements));
+    simt::vector_access<8>(p, "store_float4", site);
+    memcpy(simt::note_write(p, 8), elements, sizeof(elements));
 }
 
 // VEC elements in one 16-byte access, converted to or from float; p must be 16-byte aligned.
@@ -33,5 +35,6 @@ inline void load_vector(float (&x)[VEC], const Element* p, simt::Site site = sim
 inline void store_vector(Element* p, const float (&x)[VEC], simt::Site site = simt::Site::here()) {
     Element elements[VEC];
     for (int i = 0; i < VEC; ++i) elements[i] = from_float<Element>(x[i]);
-    memcpy(simt::vector_access<16>(p, "store_vector", site), elements, sizeof(elements));
+    simt::vector_access<16>(p, "store_vector", site);
+    memcpy(simt::note_write(p, 16), elements, sizeof(elements));
 }

@@ -1,6 +1,6 @@
 // What the lanes of a warp do together: __syncwarp, shuffles and votes. Stricter than the hardware,
 // so that programs that happen to work are rejected, too: every lane that the mask names must exist,
-// must not have exited, and must come to the same place with the same mask.
+// must not have exited, and must come to the same place with the same mask. Warpgroups meet likewise.
 #pragma once
 #include <bit>
 #include <type_traits>
@@ -40,6 +40,32 @@ inline Group& warp_for(const Operation& operation) {
             .fail();
     }
     return warp;
+}
+
+// The running thread's warpgroup, once it is certain that it can execute the operation.
+inline Group& warpgroup_for(const Operation& operation) {
+    Group& warpgroup = Worker::current()->warpgroup();
+    if (warpgroup.num_threads < WARPGROUP_SIZE) {
+        warp_fault("warpgroup that is not whole", operation)
+            .add(", which needs %d threads; those from %d on are %d", WARPGROUP_SIZE,
+                 warpgroup.first_thread, warpgroup.num_threads)
+            .fail();
+    }
+    return warpgroup;
+}
+
+// In a collective of a group: reports where its threads have not brought the same.
+template <typename Payload>
+void require_same(const Group& group, const Operation& operation, Payloads<Payload> threads) {
+    for (int i = 1; i < group.num_threads; ++i) {
+        if (threads[i] == threads[0]) continue;
+        Report report = warp_fault("threads disagree", operation);
+        for (int j : {0, i}) {
+            report.add("\n  thread %d: ", group.first_thread + j);
+            threads[j].describe(report);
+        }
+        report.fail();
+    }
 }
 
 template <typename T>

@@ -1,0 +1,160 @@
+// The tensor memory accelerator, for the host compiler: the twin of common/device/tma.cuh. A load
+// lands at any time after its issue, in half of the blocks as late as it may, and its place is
+// poison until then; a store reads shared memory in the wait that covers its group.
+#pragma once
+#include <algorithm>
+
+#include "async.h"
+#include "mbarrier.cuh"
+#include "tensor_map.h"
+
+namespace simt {
+
+// A box of a tensor, and its place in shared memory.
+struct TensorBox {
+    TensorMapFields map;
+    int first[4];          // d, row, head, batch of the box's first element
+    std::byte* in_shared;  // where that lies
+
+    int bytes() const { return map.box_rows * map.box_columns * int(sizeof(Element)); }
+
+    // copy(in_shared, in_tensor) for each element of the box, with nullptr outside of the tensor.
+    template <typename Copy>
+    void for_each_element(Copy copy) const {
+        for (int row = 0; row < map.box_rows; ++row) {
+            for (int col = 0; col < map.box_columns; ++col) {
+                const size_t place = (row * map.box_columns + col) * sizeof(Element);
+                copy(in_shared + swizzled(place),
+                     in_tensor(
+                         {first[0] + int64_t{col}, first[1] + int64_t{row}, first[2], first[3]}));
+            }
+        }
+    }
+
+  private:
+    // Bits 4-6 of an address change by its bits 7-9, or the lower ones of these; where the box
+    // begins all of them are 0.
+    size_t swizzled(size_t place) const {
+        const size_t bits = (1 << map.swizzle) - 1;
+        return place ^ (place >> 7 & bits) << 4;
+    }
+
+    std::byte* in_tensor(const int64_t (&index)[4]) const {
+        int64_t offset = index[0] * int64_t{sizeof(Element)};
+        for (int axis = 0; axis < 4; ++axis) {
+            if (index[axis] < 0 || index[axis] >= map.sizes[axis]) return nullptr;
+            if (axis > 0) offset += index[axis] * map.strides[axis - 1];
+        }
+        return reinterpret_cast<std::byte*>(map.address) + offset;
+    }
+};
+
+// The box that an instruction names, once it is certain that it can be copied.
+inline TensorBox tensor_box(const TensorMap& tensor_map, int d, int row, int head, int batch,
+                            const Element* shared, const char* operation, Site site) {
+    const auto* address = reinterpret_cast<const std::byte*>(shared);
+    TensorBox box = {{}, {d, row, head, batch}, const_cast<std::byte*>(address)};
+    memcpy(&box.map, &tensor_map, sizeof(box.map));
+    if (box.map.valid != VALID_TENSOR_MAP) {
+        Worker::current()
+            ->fault("no tensor map")
+            .add(
+                ": %s (%s:%d) needs the map of a tensor whose box in the launch descriptor has "
+                "rows",
+                operation, site.file_name(), site.line)
+            .fail();
+    }
+    // How rows that are shorter than the swizzle lie is not documented.
+    const size_t span = box.map.swizzle ? 16 << box.map.swizzle : 16;
+    const size_t row_bytes = box.map.box_columns * sizeof(Element);
+    if (box.map.swizzle && row_bytes != span) {
+        Worker::current()
+            ->fault("box and swizzle do not fit")
+            .add(": %s (%s:%d) swizzles %zu bytes, and a row of the box has %zu", operation,
+                 site.file_name(), site.line, span, row_bytes)
+            .fail();
+    }
+    const size_t alignment = std::max<size_t>(128, 8 * span);
+    if (reinterpret_cast<uintptr_t>(address) % alignment) {
+        Report report = address_fault("misaligned access", operation, site);
+        report.add("a multiple of %zu bytes, not the address ", alignment);
+        describe_address(report, address);
+        report.fail();
+    }
+    require_shared(address, box.bytes(), operation, site);
+    return box;
+}
+
+// What a store reads of shared memory.
+inline std::vector<std::byte> read_box(const TensorBox& box, const char* operation, Site site) {
+    std::vector<std::byte> elements(box.bytes());
+    read_async(box.in_shared, elements.size(), elements.data(), operation, site);
+    return elements;
+}
+
+}  // namespace simt
+
+// From here to the mbarrier's phase the destination may hold the old or the new elements: it is
+// poisoned.
+inline void cp_async_bulk_tensor_load(Element* to_shared, const TensorMap& map, int d, int row,
+                                      int head, int batch, Mbarrier& barrier,
+                                      simt::Site site = simt::Site::here()) {
+    constexpr const char* NAME = "cp_async_bulk_tensor_load";
+    simt::Worker& worker = *simt::Worker::current();
+    const simt::TensorBox box = simt::tensor_box(map, d, row, head, batch, to_shared, NAME, site);
+    const simt::MbarrierState& state = simt::find_mbarrier(barrier, NAME, site);
+    if (!state.fenced) {
+        simt::Report report = simt::mbarrier_fault("missing fence_mbarrier_init", NAME, site);
+        report.add(" needs one of thread %d after it has initialized ", state.initializer);
+        state.name(report);
+        report.fail();
+    }
+    const size_t offset = box.in_shared - worker.shared_memory().data;
+    memset(box.in_shared, simt::POISON, box.bytes());
+    worker.async_view().update(offset, box.bytes());
+    worker.start_load({NAME, site, 0, [=, &worker, &barrier] {
+                           box.for_each_element([](std::byte* to, const std::byte* from) {
+                               const Element zero = {};
+                               memcpy(to, from ? from : reinterpret_cast<const std::byte*>(&zero),
+                                      sizeof(Element));
+                           });
+                           worker.async_view().update(offset, box.bytes());
+                           simt::complete_bytes(barrier, box.bytes(), NAME, site);
+                       }});
+}
+
+inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, int row, int head, int batch,
+                                       const Element* from_shared,
+                                       simt::Site site = simt::Site::here()) {
+    constexpr const char* NAME = "cp_async_bulk_tensor_store";
+    simt::Thread& self = simt::Worker::current()->self();
+    const simt::TensorBox box = simt::tensor_box(map, d, row, head, batch, from_shared, NAME, site);
+    simt::read_box(box, NAME, site);  // might be now
+    self.stores.push_back({NAME, site, self.num_store_groups, [=] {
+                               const auto elements = simt::read_box(box, NAME, site);
+                               box.for_each_element([&](const std::byte* from, std::byte* to) {
+                                   if (to)
+                                       memcpy(to, &elements[from - box.in_shared], sizeof(Element));
+                               });
+                           }});
+}
+
+inline void cp_async_bulk_commit_group() { ++simt::Worker::current()->self().num_store_groups; }
+
+// Lands the groups it waits for. What is in no group yet is newer than all of them.
+template <int PENDING>
+void cp_async_bulk_wait_group_read() {
+    simt::Thread& self = simt::Worker::current()->self();
+    size_t landed = 0;
+    for (; landed < self.stores.size(); ++landed) {
+        const simt::BulkCopy& store = self.stores[landed];
+        if (store.group + PENDING >= self.num_store_groups) break;
+        store.land();
+    }
+    self.stores.erase(self.stores.begin(), self.stores.begin() + landed);
+}
+
+inline void fence_proxy_async() {
+    simt::Worker& worker = *simt::Worker::current();
+    worker.async_view().publish(worker.running_thread());
+}

@@ -1,0 +1,366 @@
+// The warpgroup's matrix product, for the host compiler: the twin of common/device/wgmma.cuh, which
+// says what each function does. It lands as late as it may, in each warp's wait that covers its
+// group: only then D is written and A's registers are no longer needed, which is checked. Shared
+// memory is read there too, or in other blocks at once, so that one is caught that overwrites an
+// operand too early, and one that writes it too late.
+#pragma once
+#include <algorithm>
+
+#include "async.h"
+#include "attention.cuh"
+
+enum Major { K_MAJOR, MN_MAJOR };
+
+namespace simt {
+
+constexpr const char* WGMMA = "wgmma_m64nNk16";
+constexpr int WGMMA_K = 16;
+constexpr int WARP_ROWS = 16;                             // of A and D
+constexpr int CHUNK_BYTES = 16, CHUNK = CHUNK_BYTES / 2;  // what a swizzle moves; its elements
+
+// D while it is written: a NaN that, unlike POISON, no arithmetic on it gives.
+constexpr uint32_t IN_FLIGHT = 0xffbfffff;
+
+// Of a matrix in shared memory the 64 bits, and which way it lies.
+struct WgmmaOperand {
+    uint64_t bits;
+    Major major;
+    const char* name;
+
+    // The bits' fields, in bytes.
+    int start() const { return (bits & 0x3fff) << 4; }
+    int leading() const { return (bits >> 16 & 0x3fff) << 4; }
+    int stride() const { return (bits >> 32 & 0x3fff) << 4; }
+    int swizzle() const { return (4 - (bits >> 62)) % 4; }
+    int row() const { return CHUNK_BYTES << swizzle(); }
+};
+
+inline Report operand_fault(const char* what, const WgmmaOperand& operand, Site site) {
+    Report report = warp_fault(what, {WGMMA, site});
+    report.add(", operand %s at byte %d of shared memory, ", operand.name, operand.start());
+    return report;
+}
+
+// Checks what can be said of a descriptor without reading; size is the matrix's along M or N.
+inline void require_operand(const WgmmaOperand& operand, int size, Site site) {
+    if (operand.bits & 0x3fffc000c000c000) {
+        operand_fault("unsupported descriptor", operand, site)
+            .add("is 0x%016llx: only start, leading and stride bytes and swizzle may be set",
+                 static_cast<unsigned long long>(operand.bits))
+            .fail();
+    }
+    if (!operand.swizzle()) return;
+    const int row = operand.row(), column = operand.start() % row;
+    if (operand.start() % (8 * row) >= row) {
+        operand_fault("misaligned descriptor", operand, site)
+            .add("must start in the first %d bytes of a multiple of %d", row, 8 * row)
+            .fail();
+    }
+    const int bytes = min(row, 2 * (operand.major == K_MAJOR ? WGMMA_K : size));
+    if (column + bytes > row) {
+        operand_fault("operand past the end of its row", operand, site)
+            .add("takes %d bytes of each row from its byte %d on; a row has %d", bytes, column, row)
+            .fail();
+    }
+}
+
+// matrix[k][i] = the operand's element k of row (of B, column) first + i. The layouts are those that
+// CUTLASS calls canonical, in cute/arch/mma_sm90_desc.hpp: a line of chunks along the contiguous
+// axis, and such lines in eights.
+template <typename T, int SIZE>
+void read_operand(float (&matrix)[WGMMA_K][SIZE], const WgmmaOperand& operand, int first,
+                  Site site) {
+    const Buffer& smem = Worker::current()->shared_memory();
+    const bool k_major = operand.major == K_MAJOR;
+    const int row = operand.row(), row_chunks = row / CHUNK_BYTES;
+    // Without a swizzle the two change roles in MN_MAJOR.
+    const bool exchanged = !k_major && !operand.swizzle();
+    const int eight_lines = exchanged ? operand.leading() : operand.stride();
+    const int next_row = exchanged ? operand.stride() : operand.leading();
+    const int first_line = k_major ? first : 0, first_chunk = k_major ? 0 : first / CHUNK;
+    const int lines = k_major ? SIZE : WGMMA_K, chunks = (k_major ? WGMMA_K : SIZE) / CHUNK;
+    for (int i = 0; i < lines; ++i) {
+        const int line = first_line + i;
+        for (int j = 0; j < chunks; ++j) {
+            const int chunk = first_chunk + j;
+            int offset = operand.start() + line % 8 * row + line / 8 * eight_lines +
+                         chunk % row_chunks * CHUNK_BYTES + chunk / row_chunks * next_row;
+            offset ^= (offset >> 7 & (row_chunks - 1)) << 4;
+            if (offset + CHUNK_BYTES > int(smem.bytes)) {
+                operand_fault("operand outside shared memory", operand, site)
+                    .add("reaches to byte %d of %zu", offset + CHUNK_BYTES, smem.bytes)
+                    .fail();
+            }
+            T elements[CHUNK];
+            read_async(smem.data + offset, CHUNK_BYTES, elements, WGMMA, site);
+            for (int e = 0; e < CHUNK; ++e) {
+                float& element = k_major ? matrix[CHUNK * j + e][i] : matrix[i][CHUNK * j + e];
+                element = to_float(elements[e]);
+            }
+        }
+    }
+}
+
+// What a thread brings to a wgmma.
+struct WgmmaShare {
+    uint64_t a_bits, b_bits;
+    bool accumulate;
+    const uint32_t* a;  // nullptr where a_bits say where A is
+    float* d;           // [tiles][4]
+    int tiles;
+
+    bool operator==(const WgmmaShare& other) const {
+        return a_bits == other.a_bits && b_bits == other.b_bits && accumulate == other.accumulate &&
+               tiles == other.tiles;
+    }
+    void describe(Report& report) const {
+        report.add("N = %d, ", 8 * tiles);
+        if (!a) report.add("A 0x%016llx, ", static_cast<unsigned long long>(a_bits));
+        report.add("B 0x%016llx, accumulate %d", static_cast<unsigned long long>(b_bits),
+                   accumulate);
+    }
+};
+
+// Calls function(lane, i, element) for all registers d[i / 4][i % 4] of a warp, which hold the
+// elements of 16 rows and 8 tiles columns, row-major.
+template <typename Function>
+void for_each_register(int tiles, Function function) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane) {
+        for (int i = 0; i < 4 * tiles; ++i) {
+            const int row = lane / 4 + i % 4 / 2 * 8, col = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            function(lane, i, row * 8 * tiles + col);
+        }
+    }
+}
+
+// The warp's rows of D: as a wgmma in flight will leave them, or else what the registers hold.
+inline std::shared_ptr<Accumulator> find_accumulator(const WgmmaState& wgmma,
+                                                     Payloads<WgmmaShare> lanes) {
+    const int tiles = lanes[0].tiles;
+    for (const AsyncProduct& product : wgmma.products) {
+        if (product.d->registers[0] == lanes[0].d && product.d->tiles == tiles) return product.d;
+    }
+    auto d = std::make_shared<Accumulator>();
+    d->tiles = tiles;
+    d->sum.resize(WARP_ROWS * 8 * tiles);
+    for (int lane = 0; lane < WARP_SIZE; ++lane) d->registers[lane] = lanes[lane].d;
+    for_each_register(tiles, [&](int lane, int i, int element) {
+        d->sum[element] = d->registers[lane][i];
+        memcpy(&d->registers[lane][i], &IN_FLIGHT, sizeof(IN_FLIGHT));
+    });
+    return d;
+}
+
+// The same from a warp's registers: lane 4 g + t has in a[i] the elements k and k + 1 of row r, with
+// r = g + 8 (i % 2) and k = 2 t + 8 (i / 2).
+template <typename T>
+void read_registers(float (&matrix)[WGMMA_K][WARP_ROWS], const uint32_t (&a)[WARP_SIZE][4]) {
+    for (int lane = 0; lane < WARP_SIZE; ++lane) {
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane / 4 + i % 2 * 8, k = lane % 4 * 2 + i / 2 * 8;
+            matrix[k][row] = to_float(T{static_cast<uint16_t>(a[lane][i])});
+            matrix[k + 1][row] = to_float(T{static_cast<uint16_t>(a[lane][i] >> 16)});
+        }
+    }
+}
+
+// sum += A B in the order of k. A product of two 16-bit numbers is exact in float; the hardware may
+// add in any order and round in other ways.
+template <int N>
+void multiply_add(float* sum, const float (&a)[WGMMA_K][WARP_ROWS], const float (&b)[WGMMA_K][N]) {
+    for (int row = 0; row < WARP_ROWS; ++row) {
+        float row_sum[N];
+        memcpy(row_sum, sum + row * N, sizeof(row_sum));
+        for (int k = 0; k < WGMMA_K; ++k) {
+            for (int col = 0; col < N; ++col) row_sum[col] += a[k][row] * b[k][col];
+        }
+        memcpy(sum + row * N, row_sum, sizeof(row_sum));
+    }
+}
+
+inline void multiply(AsyncProduct& product) {
+    if (product.multiply) product.multiply(product);
+    product.multiply = nullptr;
+}
+
+// The warp's share of a product that all threads of the warpgroup start.
+template <typename T, int TILES>
+AsyncProduct make_product(Payloads<WgmmaShare> lanes, const WgmmaOperand& a_operand,
+                          const WgmmaOperand& b_operand, Site site) {
+    constexpr int N = 8 * TILES;
+    Worker& worker = *Worker::current();
+    WgmmaState& wgmma = worker.wgmma();
+    if (!wgmma.fenced) {
+        warp_fault("missing wgmma_fence", {WGMMA, site})
+            .add(": call it before the first wgmma of each group")
+            .fail();
+    }
+    const WgmmaShare& share = lanes[0];
+    if (!share.a) require_operand(a_operand, 4 * WARP_ROWS, site);
+    require_operand(b_operand, N, site);
+    AsyncProduct product = {site, wgmma.num_groups, find_accumulator(wgmma, lanes)};
+    for (int lane = 0; share.a && lane < WARP_SIZE; ++lane) {
+        product.a_registers[lane] = lanes[lane].a;
+        memcpy(product.a[lane], lanes[lane].a, sizeof(product.a[lane]));
+    }
+    const int first_row = worker.running_thread() % WARPGROUP_SIZE / WARP_SIZE * WARP_ROWS;
+    product.multiply = [=, accumulate = share.accumulate](const AsyncProduct& product) {
+        float a[WGMMA_K][WARP_ROWS], b[WGMMA_K][N];
+        if (product.a_registers[0]) {
+            read_registers<T>(a, product.a);
+        } else {
+            read_operand<T>(a, a_operand, first_row, site);
+        }
+        read_operand<T>(b, b_operand, 0, site);
+        std::vector<float>& sum = product.d->sum;
+        if (!accumulate) std::fill(sum.begin(), sum.end(), 0.0f);
+        multiply_add<N>(sum.data(), a, b);
+    };
+    if (worker.reads_wgmma_early()) multiply(product);
+    return product;
+}
+
+// Each warp meets on its own first: what the others write then is not waited for.
+template <typename T, int TILES>
+void start_wgmma(WgmmaShare share, Major a_major, Major b_major, Site site) {
+    static_assert(TILES % 2 == 0 && TILES <= 32);
+    const Operation of_warpgroup = {WGMMA, site}, of_warp = {WGMMA, site, ALL_LANES};
+    Group& warpgroup = warpgroup_for(of_warpgroup);
+    Group& warp = warp_for(of_warp);
+    collective(warp, of_warp, share, [&](Payloads<WgmmaShare> lanes) {
+        require_same(warp, of_warp, lanes);
+        Worker::current()->wgmma().products.push_back(make_product<T, TILES>(
+            lanes, {share.a_bits, a_major, "A"}, {share.b_bits, b_major, "B"}, site));
+    });
+    collective(warpgroup, of_warpgroup, share, [&](Payloads<WgmmaShare> threads) {
+        require_same(warpgroup, of_warpgroup, threads);
+    });
+}
+
+[[noreturn]] inline void fail_changed(const AsyncProduct& product, int lane, const char* operand) {
+    const Worker& worker = *Worker::current();
+    worker.fault("write to registers of a wgmma in flight")
+        .add(": thread %d has changed %s of %s (%s:%d), which had not landed",
+             worker.running_thread() / WARP_SIZE * WARP_SIZE + lane, operand, WGMMA,
+             product.site.file_name(), product.site.line)
+        .fail();
+}
+
+// With the last product that writes it, D goes to the registers.
+inline void land(AsyncProduct& product) {
+    multiply(product);
+    for (int lane = 0; product.a_registers[0] && lane < WARP_SIZE; ++lane) {
+        if (memcmp(product.a_registers[lane], product.a[lane], sizeof(product.a[lane])))
+            fail_changed(product, lane, "A");
+    }
+    if (product.d.use_count() > 1) return;
+    for_each_register(product.d->tiles, [&](int lane, int i, int element) {
+        float& d = product.d->registers[lane][i];
+        if (memcmp(&d, &IN_FLIGHT, sizeof(d))) fail_changed(product, lane, "D");
+        d = product.d->sum[element];
+    });
+}
+
+// Lands all but the `pending` latest groups; what is in no group yet is newer than all of them.
+inline void land_groups(const Operation& operation, int pending) {
+    struct {
+    } nothing;
+    Group& warp = warp_for(operation);
+    collective(warp, operation, nothing, [&](auto) {
+        WgmmaState& wgmma = Worker::current()->wgmma();
+        size_t landed = 0;
+        for (; landed < wgmma.products.size(); ++landed) {
+            AsyncProduct& product = wgmma.products[landed];
+            if (product.group + pending >= wgmma.num_groups) break;
+            land(product);
+            product.d = nullptr;
+        }
+        wgmma.products.erase(wgmma.products.begin(), wgmma.products.begin() + landed);
+    });
+}
+
+struct NoRegisters {};
+inline NoRegisters no_registers;
+
+// Reports where the running thread names registers of wgmma that are still in flight.
+template <typename Registers>
+void require_landed(const Registers& registers, const Operation& operation) {
+    const void *begin = &registers, *end = &registers + 1;
+    for (const AsyncProduct& product : Worker::current()->wgmma().products) {
+        for (const void* used : {static_cast<const void*>(product.d->registers[lane_id()]),
+                                 static_cast<const void*>(product.a_registers[lane_id()])}) {
+            if (used < begin || used >= end) continue;
+            warp_fault("registers of a wgmma in flight", operation)
+                .add(" names registers of %s (%s:%d), which has not landed", WGMMA,
+                     product.site.file_name(), product.site.line)
+                .fail();
+        }
+    }
+}
+
+}  // namespace simt
+
+// The bits are the hardware's; its address is the offset in the block's shared memory.
+template <Swizzle SWIZZLE>
+uint64_t matrix_descriptor(const Element* start, int leading_bytes, int stride_bytes,
+                           simt::Site site = simt::Site::here()) {
+    simt::require_aligned<simt::CHUNK_BYTES>(start, "matrix_descriptor", site);
+    const uint64_t address =
+        simt::require_shared(start, simt::CHUNK_BYTES, "matrix_descriptor", site);
+    for (int bytes : {leading_bytes, stride_bytes}) {
+        if (bytes >= 0 && bytes < 1 << 18 && bytes % simt::CHUNK_BYTES == 0) continue;
+        simt::Worker::current()
+            ->fault("wrong distance")
+            .add(": matrix_descriptor (%s:%d) needs multiples of %d bytes below %d, not %d",
+                 site.file_name(), site.line, simt::CHUNK_BYTES, 1 << 18, bytes)
+            .fail();
+    }
+    const uint64_t layout = (4 - SWIZZLE) % 4;
+    return address >> 4 | uint64_t(leading_bytes) >> 4 << 16 | uint64_t(stride_bytes) >> 4 << 32 |
+           layout << 62;
+}
+
+// What fences and waits name, up to three arrays of registers: compilers need to know of them all; of
+// those that a wait names it is checked that they have landed.
+template <typename A = simt::NoRegisters, typename B = simt::NoRegisters,
+          typename C = simt::NoRegisters>
+void wgmma_fence(A& = simt::no_registers, B& = simt::no_registers, C& = simt::no_registers,
+                 simt::Site site = simt::Site::here()) {
+    const simt::Operation operation = {"wgmma_fence", site, simt::ALL_LANES};
+    simt::collective(simt::warp_for(operation), operation);
+    simt::Worker::current()->wgmma().fenced = true;
+}
+
+inline void wgmma_commit_group(simt::Site site = simt::Site::here()) {
+    const simt::Operation operation = {"wgmma_commit_group", site, simt::ALL_LANES};
+    struct {
+    } nothing;
+    simt::collective(simt::warp_for(operation), operation, nothing, [](auto) {
+        simt::WgmmaState& wgmma = simt::Worker::current()->wgmma();
+        ++wgmma.num_groups;
+        wgmma.fenced = false;
+    });
+}
+
+template <int PENDING, typename A = simt::NoRegisters, typename B = simt::NoRegisters,
+          typename C = simt::NoRegisters>
+void wgmma_wait_group(A& a = simt::no_registers, B& b = simt::no_registers,
+                      C& c = simt::no_registers, simt::Site site = simt::Site::here()) {
+    const simt::Operation operation = {"wgmma_wait_group", site, simt::ALL_LANES};
+    simt::land_groups(operation, PENDING);
+    simt::require_landed(a, operation);
+    simt::require_landed(b, operation);
+    simt::require_landed(c, operation);
+}
+
+template <typename T, Major A_MAJOR, Major B_MAJOR, int TILES>
+void wgmma_m64nNk16(float (&d)[TILES][4], uint64_t a, uint64_t b, bool accumulate,
+                    simt::Site site = simt::Site::here()) {
+    simt::start_wgmma<T, TILES>({a, b, accumulate, nullptr, d[0], TILES}, A_MAJOR, B_MAJOR, site);
+}
+
+template <typename T, Major B_MAJOR, int TILES>
+void wgmma_m64nNk16(float (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+                    simt::Site site = simt::Site::here()) {
+    simt::start_wgmma<T, TILES>({0, b, accumulate, a, d[0], TILES}, K_MAJOR, B_MAJOR, site);
+}

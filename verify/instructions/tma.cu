@@ -1,0 +1,70 @@
+// tma -- boxes of a tensor through TMA, and matrices through stmatrix
+// change: none; this is the kernel of verify/test_tma.py
+// why: to see that the CPU twins of the instructions compute what a GPU does
+// limits: bf16, fp16; head_dim 64-88 by 8; sm_90
+#include "mma.cuh"
+#include "tma.cuh"
+
+constexpr Swizzle SWIZZLE = Swizzle(HEAD_DIM / 8 % 4);                // a head_dim for each
+constexpr int COLUMNS = SWIZZLE == SWIZZLE_NONE ? 24 : 8 << SWIZZLE;  // the swizzle's width
+constexpr int ROWS = 12;                                              // not a whole pattern
+
+struct alignas(1024) SharedMemory {
+    alignas(1024) Element loaded[ROWS * COLUMNS];
+    alignas(1024) Element stored[ROWS * COLUMNS];
+    alignas(1024) Element matrices[32 * 8];
+    Mbarrier full;
+};
+
+extern "C" {
+__constant__ LaunchDescriptor launch_descriptor = {
+    .alignment = 16,
+    .kernels = {{.name = "attention_forward",
+                 .grid = {{SEQ_K, 1}},
+                 .threads = 64,
+                 .smem_bytes = sizeof(SharedMemory)}},
+    .q_box = {ROWS, COLUMNS, SWIZZLE},
+    .o_box = {ROWS, COLUMNS, SWIZZLE},
+};
+}
+
+// Block i copies a box from q to the same place in o. Where it is say the first integers of row i
+// of k: d, row, head, batch. What lies in shared memory goes to lse [seq_k, words] as it is: the box,
+// then four matrices that a warp has stored.
+extern "C" __global__ void attention_forward(const __grid_constant__ AttentionParams p) {
+    constexpr int BOX_WORDS = ROWS * COLUMNS / 2, MATRIX_WORDS = 32 * 8 / 2;
+    SharedMemory& smem = shared_memory<SharedMemory>();
+    const int lane = threadIdx.x % 32;
+    const auto* place = reinterpret_cast<const int16_t*>(p.k + blockIdx.x * p.k_stride.row);
+    float* words = p.lse + int64_t(blockIdx.x) * (BOX_WORDS + MATRIX_WORDS);
+
+    if (threadIdx.x == 0) {
+        mbarrier_init(smem.full, 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(smem.full, sizeof(smem.loaded));
+        cp_async_bulk_tensor_load(smem.loaded, p.q_map, place[0], place[1], place[2], place[3],
+                                  smem.full);
+    }
+    __syncthreads();  // the mbarrier is initialized
+    while (!mbarrier_try_wait_parity(smem.full, 0)) {
+    }
+    for (int i = threadIdx.x; i < BOX_WORDS; i += 64)
+        memcpy(words + i, &smem.loaded[2 * i], sizeof(float));
+
+    for (int i = threadIdx.x; i < ROWS * COLUMNS; i += 64) smem.stored[i] = smem.loaded[i];
+    fence_proxy_async();
+    __syncthreads();  // the box is there, and each thread has fenced
+    if (threadIdx.x == 0) {
+        cp_async_bulk_tensor_store(p.o_map, place[0], place[1], place[2], place[3], smem.stored);
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
+    }
+
+    // Of matrix m, lane i has the elements 64 m + 2 i and 64 m + 2 i + 1.
+    uint32_t r[4];
+    for (int m = 0; m < 4; ++m) r[m] = 0x10000 + (64 * m + 2 * lane) * 0x10001;
+    if (threadIdx.x < 32) stmatrix_x4(&smem.matrices[(5 * lane + 3) % 32 * 8], r);
+    __syncthreads();  // the matrices are complete
+    for (int i = threadIdx.x; i < MATRIX_WORDS; i += 64)
+        memcpy(words + BOX_WORDS + i, &smem.matrices[2 * i], sizeof(float));
+}
