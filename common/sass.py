@@ -15,12 +15,16 @@ from common.build import toolkit_program
 from common.errors import UsageError
 
 PACKAGE = "nvidia-cuda-nvdisasm"
-# The opcodes that tell the steps apart: tensor cores; copies between global and shared memory and
-# registers; local memory; multiply-adds; special functions; exchange between lanes; barriers.
+# The opcodes that tell the steps apart: tensor cores, of a warp and of a warpgroup; copies between
+# global and shared memory and registers; local memory; multiply-adds; special functions; exchange
+# between lanes; barriers and mbarriers.
 OPCODES = (
     "HMMA",
+    "HGMMA",
     "LDSM",
     "LDGSTS",
+    "UTMALDG",
+    "UTMASTG",
     "LDG",
     "LDS",
     "LD",
@@ -31,6 +35,7 @@ OPCODES = (
     "MUFU",
     "SHFL",
     "BAR",
+    "SYNCS",
 )
 PADDING = "NOP"
 

@@ -1,7 +1,7 @@
 """The problems that every step is checked on: seeded, each chosen for a mistake it would show.
 
 A step is compiled for each (head_dim, dtype, causal), so the cases share fourteen of those; sizes
-are small because the SIMT runtime executes them thread by thread. Tiles are 16 to 128 rows: the
+are small because the SIMT runtime executes them thread by thread. Tiles are 16 to 192 rows: the
 lengths of the ragged cases are multiples of none. The steps on the tensor cores take no fp32: what
 an fp32 case shows of the scalar steps, another one must show of them.
 """
@@ -237,6 +237,10 @@ CASES = (
     Case("one_tile", Shape(1, 1, 1, 128, 64, 64), BF16),
     Case("one_more", Shape(1, 1, 1, 129, 65, 64), BF16),
     Case("one_less", Shape(1, 1, 1, 127, 63, 64), BF16),
+    # The same for Hopper's tiles, of 192 queries and 128 keys.
+    Case("wide_tile", Shape(1, 1, 1, 192, 128, 64), BF16),
+    Case("wide_one_more", Shape(1, 1, 1, 193, 129, 64), BF16),
+    Case("wide_one_less", Shape(1, 1, 1, 191, 127, 64), BF16),
     # Causal: equal lengths, fewer queries than keys, more (the first rows see no key).
     Case("causal", Shape(1, 2, 2, 256, 256, 64), BF16, causal=True),
     Case("causal_ragged", Shape(2, 1, 1, 197, 197, 128), BF16, causal=True),
@@ -247,6 +251,7 @@ CASES = (
     Case("causal_one_key", Shape(1, 2, 2, 133, 1, 128), BF16, causal=True),
     # A warp's first query, whether it has 16, 32 or 64, sees all keys of a tile but the last.
     Case("causal_one_less", Shape(1, 1, 1, 129, 127, 64), BF16, causal=True),
+    Case("causal_wide_one_less", Shape(1, 1, 1, 257, 255, 128), BF16, causal=True),
     # Heads and strides.
     Case("gqa", Shape(1, 8, 2, 33, 45, 64), FP32),
     Case(

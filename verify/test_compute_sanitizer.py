@@ -37,6 +37,8 @@ def test_clean(tool: str) -> None:
     if not program:
         pytest.skip("no compute-sanitizer on PATH")
     command = [program, "--tool", tool, "--print-limit", "10"]
+    if tool == "memcheck":  # cuda-bindings asks the driver for functions that it may not have
+        command += ["--report-api-errors", "no"]
     if tool != "initcheck":  # which has to see torch's kernels, too, when they write q, k and v
         command += ["--kernel-regex", "kernel_substring=attention_"]
     command += [sys.executable, "-m", "verify.test_compute_sanitizer"]

@@ -9,7 +9,7 @@ import pytest
 from common import sass
 from common.build import build_cubin, nvcc
 from common.errors import UsageError
-from common.sass import count_instructions, nvdisasm, parse
+from common.sass import OPCODES, count_instructions, nvdisasm, parse
 from common.static import PROBLEM, headline_arch
 from common.step import find_step
 
@@ -28,6 +28,14 @@ LISTING = """
 	.section	.text.attention_output,"ax",@progbits
         /*12340*/             @!P2 EXIT ;
 	.section	.nv.shared.attention_output,"aw",@nobits
+	.section	.text.attention_forward,"ax",@progbits
+        /*0000*/               @P0 ELECT P2, URZ, PT ;
+        /*0010*/              @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR6+0x34028], RZ ;
+        /*0020*/              @UP2 UTMALDG.4D [UR8], [UR6] ;
+        /*0030*/             @!UPT UIADD3 URZ, URZ, URZ, URZ ;
+        /*0040*/                   HGMMA.64x176x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0060*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;
 """
 
 
@@ -48,6 +56,15 @@ def test_opcodes_are_counted_by_kernel_without_modifiers_predicates_and_padding(
     assert parse(LISTING) == {
         "attention_scores": {"BRA": 1, "HFMA2": 1, "HMMA": 1, "IMAD": 2, "LDC": 1},
         "attention_output": {"EXIT": 1},
+        "attention_forward": {
+            "ELECT": 1,
+            "HGMMA": 1,
+            "SYNCS": 1,
+            "UIADD3": 1,
+            "USETMAXREG": 1,
+            "UTMALDG": 1,
+            "WARPGROUP": 1,
+        },
     }
 
 
@@ -58,6 +75,16 @@ def test_local_memory_shows_in_the_instructions() -> None:
     assert not step.keys() & {"LDL", "STL", "HMMA"}
     assert trap["LDL"] > 0
     assert trap["STL"] > 0
+
+
+@pytest.mark.skipif(not has(nvcc) or not has(nvdisasm), reason="no nvcc or no nvdisasm")
+def test_hoppers_units_show_in_the_instructions() -> None:
+    hopper = {"HGMMA", "UTMALDG", "UTMASTG", "SYNCS"}
+    assert set(OPCODES) >= hopper
+    assert not counts_of("v07").keys() & hopper
+    counts = counts_of("v08")
+    assert counts.keys() >= hopper
+    assert not counts.keys() & {"HMMA", "LDSM", "LDGSTS", "LDL", "STL"}
 
 
 @pytest.mark.skipif(not has(nvdisasm), reason="no nvdisasm")

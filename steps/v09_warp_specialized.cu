@@ -1,0 +1,345 @@
+// v09 -- warp specialization: one warpgroup copies, the others compute, and softmax hides
+// change: a producer warpgroup starts all copies and gives its registers to two or three consumers;
+//     empty barriers instead of __syncthreads; a consumer starts S of the next tile and O += P V of
+//     this one before it computes the next softmax; consumers take turns at the tensor cores
+// why: in v08 the tensor cores wait while the warps compute exponentials, and all warps wait for each
+//     other at every tile; with the softmax of one warpgroup under the products of the others, and
+//     under its own, v08's 1.0 of products and 0.4 of softmax become nearly 1.0: 1.3 times v08
+// limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+#include "mma.cuh"
+#include "tma.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
+
+constexpr int CONSUMERS = HEAD_DIM <= 64 ? 3 : 2;  // warpgroups that compute; one more copies
+constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
+constexpr int BLOCK_M = 64 * CONSUMERS;              // query rows, 64 a warpgroup
+constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 80;  // keys of a tile
+// Q in registers where there is room, turns where softmax takes about as long as the products.
+constexpr bool Q_IN_REGISTERS = 64 < HEAD_DIM && HEAD_DIM <= 128;
+constexpr bool TAKE_TURNS = HEAD_DIM <= 128;
+constexpr int NUM_STAGES = 2;  // tiles of K, and of V, in shared memory
+constexpr int PANEL = 64;      // columns of a panel: 128 bytes a row, the swizzle's width
+constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+constexpr int DIM = PANEL * PANELS;  // zeros from HEAD_DIM on
+
+// A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
+template <int ROWS>
+using Tile = Element[PANELS][ROWS][PANEL];
+
+struct alignas(1024) SharedMemory {  // 8 rows of a panel
+    Tile<BLOCK_M> q;                 // and in the end O
+    Tile<BLOCK_N> k[NUM_STAGES];
+    Tile<BLOCK_N> v[NUM_STAGES];
+    Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];  // the tile has arrived
+    Mbarrier k_empty[NUM_STAGES], v_empty[NUM_STAGES];        // every consumer warp has read it
+};
+
+extern "C" {
+__constant__ LaunchDescriptor launch_descriptor = {
+    .alignment = 16,
+    .kernels = {{.name = "attention_forward",
+                 .grid = {{SEQ_Q, BLOCK_M}, {HEADS, 1}, {BATCH, 1}},
+                 .threads = NUM_THREADS,
+                 .smem_bytes = sizeof(SharedMemory)}},
+    .q_box = {BLOCK_M, PANEL, SWIZZLE_128B},
+    .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+    .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+    .o_box = {16, PANEL, SWIZZLE_128B},
+};
+}
+
+// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros where the tensor ends, and
+// announces its bytes to the barrier. For one thread.
+template <int ROWS>
+__device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int head, int batch,
+                          Mbarrier& full) {
+    mbarrier_arrive_expect_tx(full, sizeof(tile));
+#pragma unroll
+    for (int panel = 0; panel < PANELS; ++panel)
+        cp_async_bulk_tensor_load(tile[panel][0], map, PANEL * panel, row, head, batch, full);
+}
+
+// Of a tile's row and what follows, the 16 columns d ... d + 15: for Q and K.
+template <int ROWS>
+__device__ uint64_t k_major(const Tile<ROWS>& tile, int row, int d) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, 8 * 2 * PANEL);
+}
+
+// Of a tile's rows key ... key + 15, all columns: for V.
+template <int ROWS>
+__device__ uint64_t mn_major(const Tile<ROWS>& tile, int key) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), 8 * 2 * PANEL);
+}
+
+// Where TMA puts a tile's 8 elements from column d on: 8 chunks of a row change places.
+template <int ROWS>
+__device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
+    return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
+}
+
+// The maximum (or sum) over the 4 lanes that share a row, known to all of them.
+template <typename Combine>
+__device__ float quad_reduce(float x, Combine combine) {
+    x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return combine(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
+    attention_forward(const __grid_constant__ AttentionParams p) {
+    SharedMemory& smem = shared_memory<SharedMemory>();
+    const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
+    const int q_start = blockIdx.x % q_blocks * BLOCK_M;
+    const int head = blockIdx.x / q_blocks % p.heads;
+    const int batch = blockIdx.x / q_blocks / p.heads;
+    const int kv_head = head / (p.heads / p.kv_heads);
+    // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
+    const int offset = p.seq_k - p.seq_q;
+    const int block_keys = CAUSAL ? min(p.seq_k, q_start + BLOCK_M + offset) : p.seq_k;
+    const int num_tiles = max(0, (block_keys + BLOCK_N - 1) / BLOCK_N);
+    // The same in all lanes, and the compiler knows.
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+    const int lane = threadIdx.x % 32;
+
+    const auto load_k = [&](int tile) {
+        const int stage = tile % NUM_STAGES;
+        load_tile(smem.k[stage], p.k_map, tile * BLOCK_N, kv_head, batch, smem.k_full[stage]);
+    };
+    const auto load_v = [&](int tile) {
+        const int stage = tile % NUM_STAGES;
+        load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, kv_head, batch, smem.v_full[stage]);
+    };
+    // Phase -1 has completed before the first one begins: a new stage is empty.
+    const auto wait_for = [](Mbarrier& barrier, int phase) {
+        while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
+        }
+    };
+
+    // ---- load Q, and the first tile of K
+    const int producer = 128 * CONSUMERS;  // the thread that starts all copies
+    if (threadIdx.x == producer) {
+        mbarrier_init(smem.q_full, 1);
+#pragma unroll
+        for (int stage = 0; stage < NUM_STAGES; ++stage) {
+            mbarrier_init(smem.k_full[stage], 1);
+            mbarrier_init(smem.v_full[stage], 1);
+            mbarrier_init(smem.k_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.v_empty[stage], 4 * CONSUMERS);
+        }
+        fence_mbarrier_init();
+        load_tile(smem.q, p.q_map, q_start, head, batch, smem.q_full);
+        if (num_tiles > 0) load_k(0);
+    }
+    __syncthreads();  // the mbarriers are initialized
+
+    if (warpgroup == CONSUMERS) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (threadIdx.x != producer) return;
+        // K of a tile, then V of the tile before: as the consumers need them.
+        for (int tile = 1; tile <= num_tiles; ++tile) {
+            if (tile < num_tiles) {
+                wait_for(smem.k_empty[tile % NUM_STAGES], tile / NUM_STAGES - 1);
+                load_k(tile);
+            }
+            wait_for(smem.v_empty[(tile - 1) % NUM_STAGES], (tile - 1) / NUM_STAGES - 1);
+            load_v(tile - 1);
+        }
+        return;
+    }
+
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    const int group_row = 64 * warpgroup;        // of the block, the warpgroup's first
+    const int warp_row = threadIdx.x / 32 * 16;  // and the warp's
+    const auto release = [&](Mbarrier& empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    // Consumers start their products in turn, so that one computes softmax while another multiplies:
+    // barrier 1 + w is passed when warpgroup w has come and its predecessor has started.
+    const auto wait_for_turn = [&] {
+        if (TAKE_TURNS) bar_sync(1 + warpgroup, 256);
+    };
+    const auto pass_turn = [&] {
+        if (TAKE_TURNS) bar_arrive(1 + (warpgroup + 1) % CONSUMERS, 256);
+    };
+    if (warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
+
+    // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
+    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    // A lane's elements of S and O: of the rows 8 r + lane / 4 of its warp's 16, in
+    // s_acc[n][2 r + i] and o_acc[n][2 r + i], the columns 8 n + 2 (lane % 4) + i.
+    float o_acc[DIM / 8][4] = {};
+    float row_max[2] = {-INFINITY, -INFINITY};  // m, in units of log2
+    float row_sum[2] = {};                      // this lane's share of l
+
+    uint32_t q_frag[(HEAD_DIM + 15) / 16][4];  // [16, 16] each, of the warp's rows
+    float s_acc[BLOCK_N / 8][4];
+    uint32_t p_frag[BLOCK_N / 16][4];
+    float rescale[2];
+
+    // ---- S = Q K^T  [BLOCK_M, BLOCK_N], [64, BLOCK_N] of it in each warpgroup
+    const auto start_s = [&](int tile) {
+        const int stage = tile % NUM_STAGES;
+        wait_for(smem.k_full[stage], tile / NUM_STAGES);
+        wait_for_turn();
+        if constexpr (Q_IN_REGISTERS)
+            wgmma_fence(s_acc, q_frag);
+        else
+            wgmma_fence(s_acc);
+#pragma unroll
+        for (int d = 0; d < HEAD_DIM; d += 16) {
+            const uint64_t k_desc = k_major<BLOCK_N>(smem.k[stage], 0, d);
+            if constexpr (Q_IN_REGISTERS) {
+                wgmma_m64nNk16<Element, K_MAJOR>(s_acc, q_frag[d / 16], k_desc, d > 0);
+            } else {
+                const uint64_t q_desc = k_major<BLOCK_M>(smem.q, group_row, d);
+                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(s_acc, q_desc, k_desc, d > 0);
+            }
+        }
+        wgmma_commit_group();
+    };
+
+    // ---- online softmax: m' = max(m, max S), alpha = 2^(m - m'), P = 2^(S - m')
+    const auto softmax = [&](int tile) {
+        const int k_start = tile * BLOCK_N;
+        // Where no row of the warp has a hidden key, the scale becomes part of the exponential's
+        // multiply-add; with a negative one the largest S is not the largest logit. All of a row's P
+        // then share the rounding error of scale * max, which cancels (for logits up to 2^27).
+        float tile_scale = scale_log2;
+        const int warp_row_keys = CAUSAL ? min(p.seq_k, q_start + warp_row + offset + 1) : p.seq_k;
+        if (k_start + BLOCK_N > warp_row_keys || scale_log2 < 0.0f) {
+            tile_scale = 1.0f;
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int row = q_start + warp_row + 8 * (i / 2) + lane / 4;
+                    const int row_keys = CAUSAL ? min(p.seq_k, row + offset + 1) : p.seq_k;
+                    const int key = k_start + 8 * n + 2 * (lane % 4) + i % 2;
+                    float& s = s_acc[n][i];
+                    s = key < row_keys ? s * scale_log2 : -INFINITY;
+                }
+        }
+        float shift[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float tile_max = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) tile_max = fmaxf(tile_max, s_acc[n][2 * r + i]);
+            tile_max = quad_reduce(tile_max, [](float x, float y) { return fmaxf(x, y); });
+            const float row_max_new = fmaxf(row_max[r], tile_max * tile_scale);
+            // Before the first visible key m' = -inf; 2^(s - 0) = 0 there, 2^(-inf + inf) is NaN.
+            shift[r] = row_max_new == -INFINITY ? 0.0f : row_max_new;
+            rescale[r] = ex2_approx_ftz(row_max[r] - shift[r]);
+            row_max[r] = row_max_new;
+            row_sum[r] *= rescale[r];
+        }
+        // P = 2^(S - m')
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                s_acc[n][i] = ex2_approx_ftz(s_acc[n][i] * tile_scale - shift[i / 2]);
+                row_sum[i / 2] += s_acc[n][i];
+            }
+    };
+
+    // P as wgmma wants its operand A.
+    const auto convert_p = [&] {
+#pragma unroll
+        for (int j = 0; j < BLOCK_N / 16; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* s = &s_acc[2 * j + i / 2][2 * (i % 2)];
+                p_frag[j][i] = cvt_rn_x2<Element>(s[0], s[1]);
+            }
+    };
+
+    // ---- O += P V  [BLOCK_M, HEAD_DIM], [64, DIM] of it in each warpgroup
+    const auto start_pv = [&](int tile) {
+        const int stage = tile % NUM_STAGES;
+        wgmma_fence(o_acc, p_frag);
+#pragma unroll
+        for (int j = 0; j < BLOCK_N; j += 16)
+            wgmma_m64nNk16<Element, MN_MAJOR>(o_acc, p_frag[j / 16],
+                                              mn_major<BLOCK_N>(smem.v[stage], j), true);
+        wgmma_commit_group();
+    };
+
+    // ---- for each K/V tile
+    wait_for(smem.q_full, 0);
+    if (Q_IN_REGISTERS) {
+#pragma unroll
+        for (int d = 0; d < HEAD_DIM; d += 16)
+            ldmatrix_x4(q_frag[d / 16],
+                        swizzled<BLOCK_M>(smem.q, warp_row + lane % 16, d + lane / 16 * 8));
+    }
+    if (num_tiles > 0) {
+        start_s(0);
+        pass_turn();
+        wgmma_wait_group<0>(s_acc);
+        release(smem.k_empty[0]);
+        softmax(0);
+        convert_p();
+        wait_for(smem.v_full[0], 0);
+        for (int tile = 1; tile < num_tiles; ++tile) {
+            start_s(tile);
+            start_pv(tile - 1);
+            pass_turn();
+            wgmma_wait_group<1>(s_acc);
+            release(smem.k_empty[tile % NUM_STAGES]);
+            softmax(tile);  // while O += P V runs
+            // V's wait stands here because ptxas moves no code across its loop: without it, ptxas
+            // has all of the softmax wait for O.
+            wait_for(smem.v_full[tile % NUM_STAGES], tile / NUM_STAGES);
+            wgmma_wait_group<0>(o_acc, p_frag);
+            release(smem.v_empty[(tile - 1) % NUM_STAGES]);
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
+            convert_p();
+        }
+        start_pv(num_tiles - 1);
+        wgmma_wait_group<0>(o_acc, p_frag);
+    }
+
+    // ---- write O and lse
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = q_start + warp_row + 8 * r + lane / 4;
+        const float sum = quad_reduce(row_sum[r], [](float x, float y) { return x + y; });
+        inverse[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
+        // log sum exp = m ln 2 + log l; -inf where no key is visible.
+        if (lane % 4 == 0 && row < p.seq_q)
+            p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + row] =
+                sum == 0.0f ? -INFINITY : row_max[r] * 0.6931471805599453f + logf(sum);
+    }
+    bar_sync(1 + CONSUMERS + warpgroup, 128);  // all of the warpgroup's products have read Q
+    // O takes the place of Q: a warp's 16 rows of a panel, swizzled, are a box. TMA leaves out the
+    // rows past seq_q and the columns past HEAD_DIM.
+#pragma unroll
+    for (int n = 0; n < DIM / 8; n += 2) {
+        uint32_t o_frag[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* x = &o_acc[n + i / 2][2 * (i % 2)];
+            o_frag[i] = cvt_rn_x2<Element>(x[0] * inverse[i % 2], x[1] * inverse[i % 2]);
+        }
+        stmatrix_x4(swizzled<BLOCK_M>(smem.q, warp_row + lane % 16, 8 * n + lane / 16 * 8), o_frag);
+    }
+    fence_proxy_async();  // of each writer, before the barrier
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+        for (int panel = 0; panel < PANELS; ++panel)
+            cp_async_bulk_tensor_store(p.o_map, PANEL * panel, q_start + warp_row, head, batch,
+                                       smem.q[panel][warp_row]);
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
+    }
+}
