@@ -55,7 +55,7 @@ check: $(READY)  ## all steps on all cases; STEPS="v01 v03" CASES=ragged,gqa SEE
 bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the experiments; GRID=1: more shapes
 	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments) $(if $(GRID),--grid)
 
-profile: $(READY)  ## N=4: registers, instructions and bank conflicts of that step; on a GPU also ncu's counters
+profile: $(READY)  ## N=4: registers, instructions and bank conflicts of that step; on a GPU also ncu's counters and, of v09, a timeline
 	$(PY) -m common profile $(N)
 
 worklog: $(READY)  ## write tables, numbers and plots from profiles/; CHECK=1: fail where they differ

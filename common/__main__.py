@@ -17,6 +17,7 @@ from common.profile import load_profile
 from common.record import PROFILES_DIR, gpu_folder, is_stale, read_records, write_record
 from common.static import PROBLEM, count_bank_conflicts, static_path, static_record
 from common.step import ROOT, Step, all_steps, find_step
+from common.timeline import timeline_patch, timeline_record
 from common.worklog import HEADLINE_GPU, regenerate
 from verify.cases import find_cases
 from verify.check import check_steps
@@ -105,13 +106,18 @@ def _require_gpu() -> None:
 
 
 def profile(name: str) -> int:
-    """Records what is known of a step or an experiment without a GPU, and on one ncu's counters."""
+    """Records what is known of a step or an experiment without a GPU.
+
+    On one, also the timeline, where the step has a patch for it, and ncu's counters.
+    """
     step = find_step(name)
     record = static_record(step)
     print(f"{step.name}: {step.title}\n\n{summary.compiled(record)}")
     _print_bank_conflicts(record["banks"])
     _write(static_path(step), record)
     if torch.cuda.is_available():
+        if step in all_steps() and timeline_patch(step).is_file():
+            _write(_gpu_folder() / "timelines" / f"{step.name}.json", timeline_record(step))
         _add_counters(step)
     else:
         print("Nsight Compute was not run, as there is no CUDA device.")
@@ -121,7 +127,7 @@ def profile(name: str) -> int:
 
 def _add_counters(step: Step) -> None:
     """Adds ncu's counters to what was measured here. Raises UsageError where nothing was."""
-    folder = PROFILES_DIR / gpu_folder(torch.cuda.get_device_name())
+    folder = _gpu_folder()
     remedy = f"make step N={step.name}"
     if step not in all_steps():
         folder, remedy = folder / "experiments", "make bench EXPERIMENTS=1"
@@ -135,6 +141,10 @@ def _add_counters(step: Step) -> None:
         if not isinstance(record["counters"], str):
             return  # those of a run that was permitted stay
     _write(folder / f"{step.name}.json", record | {"counters": counters})
+
+
+def _gpu_folder() -> Path:
+    return PROFILES_DIR / gpu_folder(torch.cuda.get_device_name())
 
 
 def _write(path: Path, record: dict) -> None:

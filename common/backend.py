@@ -39,8 +39,8 @@ class Backend(Protocol):
         *,
         causal: bool,
         softmax_scale: float,
-    ) -> None:
-        """Launches the step into o and lse.
+    ) -> list[torch.Tensor]:
+        """Launches the step into o and lse; returns the bytes of its workspaces.
 
         q [batch, heads, seq_q, head_dim], k and v [batch, kv_heads, seq_k, head_dim], o like q:
         bf16, fp16 or fp32, last dimension contiguous; lse float32 [batch, heads, seq_q],

@@ -1,7 +1,8 @@
-"""SVG text from boxes, lines and words: the same calls, the same bytes."""
+"""SVG text from boxes, lines, words and matrices: the same calls, the same bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from common.plots import INK
@@ -9,6 +10,21 @@ from common.plots import INK
 WIDTH = 830  # of the text on GitHub, so that a pixel here is one there
 SMALL, NORMAL, TITLE = 11, 12, 13
 MUTED, WHITE = "#59636e", "#ffffff"
+TINTS = ("#cfe2f5", "#d3ecc8", "#fbe0bd", "#e3d7f4")
+ACCENT, EMPTY = "#b5402c", "#eff2f5"
+BANK_COLORS = (
+    "#a9cdec",
+    "#fbc98d",
+    "#a5d99b",
+    "#f3dc7a",
+    "#9dcfc8",
+    "#f7b3ae",
+    "#dcb8de",
+    "#d9c3b0",
+)
+LANE = 5  # the lane that is followed
+
+Element = tuple[int, int]  # row, column
 
 
 class Drawing:
@@ -74,3 +90,68 @@ class Drawing:
             "</svg>",
         )
         return "".join(f"{line}\n" for line in lines)
+
+
+class Matrix:
+    """A matrix in a drawing, with a box for each two neighbours that one lane holds."""
+
+    def __init__(
+        self, drawing: Drawing, x: float, y: float, cell_width: float, cell_height: float
+    ) -> None:
+        self._drawing, self._x, self._y = drawing, x, y
+        self._cell_width, self._cell_height = cell_width, cell_height
+
+    def pair(self, first: Element, second: Element, fill: str, *lines: str) -> None:
+        """A box around both elements with lines of text; the first element is darker."""
+        x, y = self._x + first[1] * self._cell_width, self._y + first[0] * self._cell_height
+        width = (second[1] - first[1] + 1) * self._cell_width
+        height = (second[0] - first[0] + 1) * self._cell_height
+        self._drawing.box(x, y, width, height, fill)
+        self._drawing.box(
+            x + 0.5, y + 0.5, self._cell_width - 0.5, self._cell_height - 0.5, _darker(fill), "none"
+        )
+        style = {"color": WHITE, "bold": True} if fill == ACCENT else {}
+        for n, line in enumerate(lines):
+            middle = y + height / 2 + 13 * (n - (len(lines) - 1) / 2)
+            self._drawing.text(x + width / 2, middle, line, SMALL, anchor="middle", **style)
+
+    def rows(self, count: int, first: int = 0) -> None:
+        """Numbers at the left."""
+        for row in range(count):
+            y = self._y + (row + 0.5) * self._cell_height
+            self._drawing.text(self._x - 6, y, f"{first + row}", SMALL, MUTED, anchor="end")
+
+    def columns(self, count: int, first: int = 0) -> None:
+        """Numbers above."""
+        for column in range(count):
+            x = self._x + (column + 0.5) * self._cell_width
+            self._drawing.text(x, self._y - 9, f"{first + column}", SMALL, MUTED, anchor="middle")
+
+
+def register_table(
+    drawing: Drawing,
+    x: float,
+    y: float,
+    name_width: float,
+    titles: tuple[str, str],
+    rows: Iterable[tuple[str, Sequence[str], str]],
+) -> None:
+    """A line a pair that lane LANE holds: a name, the two elements, a note."""
+    for half, title in enumerate(titles):
+        left = x + name_width + 62 * half
+        drawing.text(left + 31, y, title, SMALL, MUTED, anchor="middle")
+    tint = TINTS[LANE % 4]
+    for n, (name, elements, note) in enumerate(rows):
+        top = y + 11 + 23 * n
+        drawing.text(x, top + 10, name, bold=True)
+        for half, (element, fill) in enumerate(zip(elements, (_darker(tint), tint), strict=True)):
+            drawing.cell(x + name_width + 62 * half, top, 62, 20, fill, element)
+        drawing.text(x + name_width + 131, top + 10, note, color=MUTED)
+
+
+def lane_color(lane: int, tint: int) -> str:
+    return ACCENT if lane == LANE else TINTS[tint]
+
+
+def _darker(color: str) -> str:
+    return "#" + "".join(f"{int(color[i : i + 2], 16) * 15 // 16:02x}" for i in (1, 3, 5))

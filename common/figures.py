@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from common.drawing import MUTED, SMALL, TITLE, WHITE, WIDTH, Drawing
+from common import hopper_figures
+from common.drawing import (
+    ACCENT,
+    BANK_COLORS,
+    EMPTY,
+    LANE,
+    MUTED,
+    SMALL,
+    TINTS,
+    TITLE,
+    WIDTH,
+    Drawing,
+    Element,
+    Matrix,
+    lane_color,
+    register_table,
+)
 from common.layouts import (
     CHUNK_BYTES,
     CHUNKS,
@@ -23,24 +39,10 @@ from common.layouts import (
 )
 from common.plots import INK
 
-LANE = 5  # the lane that is followed
 READ_CHUNK = 2  # of each row: the 8x8 matrix that is read
 COPY, COMPUTE = 70, 102  # pixels that a tile takes, to no scale
-TINTS = ("#cfe2f5", "#d3ecc8", "#fbe0bd", "#e3d7f4")
-ACCENT, EMPTY = "#b5402c", "#eff2f5"
 BUFFER_COLORS = (TINTS[0], TINTS[2])
-BANK_COLORS = (
-    "#a9cdec",
-    "#fbc98d",
-    "#a5d99b",
-    "#f3dc7a",
-    "#9dcfc8",
-    "#f7b3ae",
-    "#dcb8de",
-    "#d9c3b0",
-)
 
-Element = tuple[int, int]  # row, column
 RowOf = Callable[[int], Element]  # of a lane
 ElementOf = Callable[[int, int], Element]  # of a lane and a half
 AddressOf = Callable[[int, int], int]  # of a row and a chunk
@@ -54,72 +56,8 @@ def figures() -> dict[str, str]:
         "ldmatrix.svg": _ldmatrix(),
         "swizzle_banks.svg": _swizzle_banks(),
         "async_timeline.svg": _async_timeline(),
+        **hopper_figures.figures(),
     }
-
-
-class Matrix:
-    """A matrix in a drawing, with a box for each two neighbours that one lane holds."""
-
-    def __init__(
-        self, drawing: Drawing, x: float, y: float, cell_width: float, cell_height: float
-    ) -> None:
-        self._drawing, self._x, self._y = drawing, x, y
-        self._cell_width, self._cell_height = cell_width, cell_height
-
-    def pair(self, first: Element, second: Element, fill: str, *lines: str) -> None:
-        """A box around both elements with lines of text; the first element is darker."""
-        x, y = self._x + first[1] * self._cell_width, self._y + first[0] * self._cell_height
-        width = (second[1] - first[1] + 1) * self._cell_width
-        height = (second[0] - first[0] + 1) * self._cell_height
-        self._drawing.box(x, y, width, height, fill)
-        self._drawing.box(
-            x + 0.5, y + 0.5, self._cell_width - 0.5, self._cell_height - 0.5, _darker(fill), "none"
-        )
-        style = {"color": WHITE, "bold": True} if fill == ACCENT else {}
-        for n, line in enumerate(lines):
-            middle = y + height / 2 + 13 * (n - (len(lines) - 1) / 2)
-            self._drawing.text(x + width / 2, middle, line, SMALL, anchor="middle", **style)
-
-    def rows(self, count: int, first: int = 0) -> None:
-        """Numbers at the left."""
-        for row in range(count):
-            y = self._y + (row + 0.5) * self._cell_height
-            self._drawing.text(self._x - 6, y, f"{first + row}", SMALL, MUTED, anchor="end")
-
-    def columns(self, count: int, first: int = 0) -> None:
-        """Numbers above."""
-        for column in range(count):
-            x = self._x + (column + 0.5) * self._cell_width
-            self._drawing.text(x, self._y - 9, f"{first + column}", SMALL, MUTED, anchor="middle")
-
-
-def _register_table(
-    drawing: Drawing,
-    x: float,
-    y: float,
-    name_width: float,
-    titles: tuple[str, str],
-    rows: Iterable[tuple[str, Sequence[str], str]],
-) -> None:
-    """A line a pair that lane LANE holds: a name, the two elements, a note."""
-    for half, title in enumerate(titles):
-        left = x + name_width + 62 * half
-        drawing.text(left + 31, y, title, SMALL, MUTED, anchor="middle")
-    tint = TINTS[LANE % 4]
-    for n, (name, elements, note) in enumerate(rows):
-        top = y + 11 + 23 * n
-        drawing.text(x, top + 10, name, bold=True)
-        for half, (element, fill) in enumerate(zip(elements, (_darker(tint), tint), strict=True)):
-            drawing.cell(x + name_width + 62 * half, top, 62, 20, fill, element)
-        drawing.text(x + name_width + 131, top + 10, note, color=MUTED)
-
-
-def _darker(color: str) -> str:
-    return "#" + "".join(f"{int(color[i : i + 2], 16) * 15 // 16:02x}" for i in (1, 3, 5))
-
-
-def _lane_color(lane: int, tint: int) -> str:
-    return ACCENT if lane == LANE else TINTS[tint]
 
 
 def _a_pair(lane: int, register: int) -> list[Element]:
@@ -144,7 +82,7 @@ def _mma() -> str:
     a = Matrix(drawing, left, bottom, 27, 20)
     b, d = (Matrix(drawing, right, y, 34, 20) for y in (top, bottom))
     for lane in range(32):
-        color = _lane_color(lane, lane % 4)
+        color = lane_color(lane, lane % 4)
         for i in range(4):
             a.pair(*_a_pair(lane, i), color, f"T{lane} a{i}")
         for i in range(2):
@@ -183,8 +121,8 @@ def _lane_registers(drawing: Drawing, x: float, y: float) -> None:
     drawing.text(x, y, "D += A B", TITLE, bold=True)
     text = f"T{LANE} is lane {LANE} of a warp: g = lane / 4 = {g}, t = lane % 4 = {t}"
     drawing.text(x, y + 26, text)
-    _register_table(drawing, x, y + 54, 58, ("lower half", "upper half"), inputs)
-    _register_table(drawing, x, y + 230, 58, ("float", "float"), floats)
+    register_table(drawing, x, y + 54, 58, ("lower half", "upper half"), inputs)
+    register_table(drawing, x, y + 230, 58, ("float", "float"), floats)
     drawing.text(x, y + 314, "Colour: t", color=MUTED)
     for i, tint in enumerate(TINTS):
         drawing.cell(x + 58 + 31 * i, y + 304, 31, 20, tint, f"{i}")
@@ -205,7 +143,7 @@ def _accumulator_to_a() -> str:
             for lane in range(32):
                 pair = _a_pair(lane, quarter) if is_a else _d_pair(lane, lower)
                 inside = [(row % 8, column % 8) for row, column in pair]
-                matrix.pair(*inside, _lane_color(lane, quarter), f"T{lane}")
+                matrix.pair(*inside, lane_color(lane, quarter), f"T{lane}")
             if not lower:
                 matrix.columns(8, 8 * right)
             if not right:
@@ -242,7 +180,7 @@ def _named_and_received(drawing: Drawing, top: float, row_of: RowOf, element_of:
         matrix = Matrix(drawing, x, y, 26, 19)
         for lane in range(32):
             pair = [element_of(lane, half) for half in range(2)]
-            matrix.pair(*pair, _lane_color(lane, lane % 4), f"T{lane}")
+            matrix.pair(*pair, lane_color(lane, lane % 4), f"T{lane}")
         for lane in range(8 * m, 8 * m + 8):
             row = row_of(lane)[0]
             middle = y + (row - key + 0.5) * 19
@@ -272,7 +210,7 @@ def _received_by_lane(
         elements = [f"{name}[{key + i}, {d + j}]" for i, j in pair]
         columns = f"keys {_range(key)}" if name == "K" else f"d {_range(d)}"
         rows.append((f"r{m}", elements, f"b{m % 2}, {columns}"))
-    _register_table(drawing, x, y + 66, 25, ("lower half", "upper half"), rows)
+    register_table(drawing, x, y + 66, 25, ("lower half", "upper half"), rows)
 
 
 def _range(first: int) -> str:

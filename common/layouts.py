@@ -3,15 +3,20 @@
 Fragments as the PTX ISA defines them in "Matrix Fragments for mma.m16n8k16 with floating point
 type" and in "ldmatrix", for 16-bit elements. There g = lane / 4 is called groupID and t = lane % 4
 threadID_in_group; a register holds two elements, half 0 in the lower 16 bits.
+
+Operands of wgmma as in common/device/wgmma.cuh, in tiles as v08 has TMA write them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 CHUNK_BYTES = 16  # a row of an 8x8 matrix, 4 banks
 CHUNKS = 8  # chunks in the 32 banks
 ROW_BYTES = CHUNKS * CHUNK_BYTES
+EIGHT_ROWS = 8 * ROW_BYTES  # what a swizzle repeats after
+CHUNK, PANEL = CHUNK_BYTES // 2, ROW_BYTES // 2  # elements
 
 
 def a_fragment(lane: int, register: int, half: int) -> tuple[int, int]:
@@ -93,3 +98,70 @@ def wavefronts(addresses: Sequence[int]) -> list[dict[int, int]]:
             passes.append(free := {})
         free[group] = index
     return passes
+
+
+def in_tile(rows: int, row: int, column: int) -> int:
+    """The address of an element in a tile of swizzled panels [rows, PANEL], one after another."""
+    panel, column = divmod(column, PANEL)
+    chunk, byte = divmod(2 * column, CHUNK_BYTES)
+    return panel * rows * ROW_BYTES + swizzled(row, chunk) + byte
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """Where an operand of wgmma lies, in bytes; its rows are swizzled, of 128 bytes."""
+
+    k_major: bool
+    start: int
+    leading: int
+    stride: int
+
+    def fields(self) -> dict[str, tuple[int, int, int]]:
+        """The first and the last bit and the value of each."""
+        return {
+            "start": (0, 13, self.start // 16),
+            "leading": (16, 29, self.leading // 16),
+            "stride": (32, 45, self.stride // 16),
+            "swizzle": (62, 63, 1),
+        }
+
+    def element(self, i: int, k: int) -> int:
+        """The address that wgmma computes of element k of A's row, or B's column, i."""
+        line, column = (i, k) if self.k_major else (k, i)
+        row, eight = line % 8, line // 8
+        beyond, byte = divmod(2 * column, ROW_BYTES)
+        address = self.start + row * ROW_BYTES + eight * self.stride + byte + beyond * self.leading
+        return address ^ address // ROW_BYTES % CHUNKS * CHUNK_BYTES
+
+
+def k_major(rows: int, d: int) -> Descriptor:
+    """Of a tile's rows the 16 columns from d on: for Q and K."""
+    panel, column = divmod(d, PANEL)
+    return Descriptor(True, panel * rows * ROW_BYTES + 2 * column, 0, EIGHT_ROWS)
+
+
+def mn_major(rows: int, key: int) -> Descriptor:
+    """Of a tile's 16 rows from key on all columns: for V."""
+    return Descriptor(False, key * ROW_BYTES, rows * ROW_BYTES, EIGHT_ROWS)
+
+
+def wgmma_d(thread: int, tile: int, register: int) -> tuple[int, int]:
+    """(row, column) in D [64, N] of the float d[tile][register] of a thread of the warpgroup."""
+    warp, lane = divmod(thread, 32)
+    row, column = d_fragment(lane, register)
+    return 16 * warp + row, 8 * tile + column
+
+
+def parity(phase: int) -> int:
+    """What a wait for a phase of an mbarrier names; phase -1 has completed before the first."""
+    return phase % 2
+
+
+def full_phase(use: int) -> int:
+    """The phase of the full barrier that consumers wait for in a stage's use, counted from 0."""
+    return use
+
+
+def empty_phase(use: int) -> int:
+    """The phase of the empty barrier that the producer waits for before it fills the stage."""
+    return use - 1

@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 from common.profile import Profile
 
 INK, GRID = "#24292f", "#d8dee4"
-STEP_COLOR, PEER_COLOR, ROOF_COLORS = "#2f6fb0", "#b6bec8", ("#8250df", "#c4532d")
-LINE_HEIGHT = 1.3  # of a label, as a factor on the roofline's y axis
+STEP_COLOR, PEER_COLOR = "#2f6fb0", "#b6bec8"
+TENSOR_COLOR, FP32_COLOR, EXP_COLOR = "#8250df", "#c4532d", "#2c7a4b"
+LINE_HEIGHT = 1.35  # of a label, as a factor on the roofline's y axis
 
 STYLE = {
     "svg.fonttype": "none",
@@ -45,6 +46,23 @@ class Ceilings:
 
 # Datasheet of the H200 SXM; its BF16 figure of 1979 TFLOP/s counts sparsity.
 CEILINGS = {"h200": Ceilings(dram_tb_per_s=4.8, fp32_tflops=67, bf16_tensor_tflops=989.5)}
+
+# Of one of Hopper's multiprocessors, a clock.
+BF16_TENSOR_FLOP = 4096
+EXPONENTIALS = 16
+
+
+def exponential_tflops(ceilings: Ceilings, head_dim: int) -> float:
+    """The rate at which each S has had its exponential: 4 head_dim FLOP come with one.
+
+    At the clock and with the multiprocessors of the tensor cores' ceiling.
+    """
+    return ceilings.bf16_tensor_tflops * EXPONENTIALS * 4 * head_dim / BF16_TENSOR_FLOP
+
+
+def serial_tflops(ceilings: Ceilings, head_dim: int) -> float:
+    """The bound where products and exponentials take turns."""
+    return 1 / (1 / ceilings.bf16_tensor_tflops + 1 / exponential_tflops(ceilings, head_dim))
 
 
 def plots(profile: Profile) -> dict[str, str]:
@@ -116,17 +134,23 @@ def _roofline(profile: Profile, ceilings: Ceilings) -> Figure:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     low, high = 1.0, 2e4
+    head_dim = profile.newest["shape"]["head_dim"]
+    tensor, exponentials = ceilings.bf16_tensor_tflops, exponential_tflops(ceilings, head_dim)
     roofs = (
-        ("BF16 tensor cores", ceilings.bf16_tensor_tflops, ROOF_COLORS[0]),
-        ("FP32 FMA", ceilings.fp32_tflops, ROOF_COLORS[1]),
+        ("exponentials", exponentials, EXP_COLOR, "-"),
+        ("BF16 tensor cores", tensor, TENSOR_COLOR, "-"),
+        ("products, then exponentials", serial_tflops(ceilings, head_dim), INK, "--"),
+        ("FP32 FMA", ceilings.fp32_tflops, FP32_COLOR, "-"),
     )
-    for name, peak, color in roofs:
+    for name, peak, color, line in roofs:
         ridge = peak / ceilings.dram_tb_per_s
-        axes.plot([ridge, high], [peak, peak], color=color, linewidth=1.6)
-        axes.text(1.5 * ridge, 1.08 * peak, f"{name}, {peak:g} TFLOP/s", va="bottom", color=color)
-    top = roofs[0][1] / ceilings.dram_tb_per_s
-    axes.plot([low, top], [low * ceilings.dram_tb_per_s, roofs[0][1]], color=INK, linewidth=1.6)
-    x, y = 2 * low, 2.4 * low * ceilings.dram_tb_per_s
+        axes.plot([ridge, high], [peak, peak], line, color=color, linewidth=1.6)
+        label = f"{name}, {peak:.4g} TFLOP/s"
+        axes.text(ridge / 1.2, peak, label, ha="right", va="center", color=color)
+    top = max(tensor, exponentials)
+    diagonal = [low * ceilings.dram_tb_per_s, top]
+    axes.plot([low, top / ceilings.dram_tb_per_s], diagonal, color=INK, linewidth=1.6)
+    x, y = 2 * low, 1.3 * low * ceilings.dram_tb_per_s
     axes.text(
         x,
         y,
@@ -148,11 +172,12 @@ def _roofline(profile: Profile, ceilings: Ceilings) -> Figure:
         lowest[place, side] = label_y[side]
         axes.plot(intensity, rate, "o", color=STEP_COLOR, markersize=8, markeredgecolor="white")
         label = f"{_label(profile, name)}  {rate:.3g}"
-        axes.text(label_x[side], label_y[side], label, ha=side, va="center")
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # before roofs and grid
+        axes.text(label_x[side], label_y[side], label, ha=side, va="center", bbox=box)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(low, high)
-    axes.set_ylim(min(1, *(record["tflops"] / 2 for record in profile.records.values())), 2000)
+    axes.set_ylim(min(1, *(record["tflops"] / 2 for record in profile.records.values())), 2 * top)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
     axes.grid(color=GRID)

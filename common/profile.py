@@ -10,7 +10,7 @@ from common.counters import readable
 from common.errors import UsageError
 from common.patch import Patch, read_patch
 from common.record import STATIC, is_stale, read_grid, read_records
-from common.record_form import STATIC_RECORD
+from common.record_form import STATIC_RECORD, TIMELINE_RECORD
 from common.sass import OPCODES
 from common.step import Step, all_steps, read_step
 
@@ -32,6 +32,8 @@ class Profile:
     grid_stale: frozenset[str]  # steps
     static: dict[str, dict]  # of steps and experiments, in the order of the worklog
     static_stale: frozenset[str]
+    timelines: dict[str, dict]  # of steps
+    timelines_stale: frozenset[str]
 
     @property
     def newest(self) -> dict | None:
@@ -44,18 +46,13 @@ def load_profile(folder: Path, root: Path) -> Profile:
     """The profile in a folder, which need not exist, with the experiments in root."""
     steps = all_steps()
     patches = tuple(read_patch(path) for path in sorted((root / "experiments").glob("*.patch")))
-    names = {step.name for step in steps}
     records = {
         name: _without_changed_baseline(record, steps)
-        for name, record in read_records(folder).items()
-        if name in names
+        for name, record in _of(steps, read_records(folder)).items()
     }
-    names = {patch.name for patch in patches}
-    experiments = {
-        name: record
-        for name, record in read_records(folder / "experiments").items()
-        if name in names
-    }
+    experiments = _of(patches, read_records(folder / "experiments"))
+    timeline_patches = [read_patch(path) for path in sorted((root / "timelines").glob("*.patch"))]
+    timelines = _of(timeline_patches, read_records(folder / "timelines", TIMELINE_RECORD))
     grid = read_grid(folder)
     static = read_records(root / "profiles" / STATIC, STATIC_RECORD)
     order = [
@@ -74,7 +71,15 @@ def load_profile(folder: Path, root: Path) -> Profile:
         _stale(grid["sources"], steps) if grid else frozenset(),
         {name: static[name] for name in order if name in static},
         _stale(static, (*steps, *patches)),
+        timelines,
+        _stale(timelines, timeline_patches),
     )
+
+
+def _of(sources: Sequence[Step | Patch], records: dict[str, dict]) -> dict[str, dict]:
+    """The records of what there still is."""
+    names = {source.name for source in sources}
+    return {name: record for name, record in records.items() if name in names}
 
 
 def _without_changed_baseline(record: dict, steps: tuple[Step, ...]) -> dict:

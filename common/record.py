@@ -1,7 +1,8 @@
 """Records: what was measured on a GPU, in profiles/<gpu>/, and what is known without one.
 
 vNN.json is a step's, common/measure.py makes it; grid.json is of many shapes, by common/grid.py;
-static/vNN.json is what common/static.py found without a GPU.
+timelines/vNN.json has the clocks of a pipeline, by common/timeline.py; static/vNN.json is what
+common/static.py found without a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What every record holds as far as tables, text and plots rely on it.
 
-common/measure.py, common/grid.py and common/static.py say what the keys mean. A form is a type, a
+common/measure.py, grid.py, static.py and timeline.py say what the keys mean. A form is a type, a
 tuple of types, a predicate, a dict of forms by key, a list with the form of its items, or AnyOf
 several.
 """
@@ -8,8 +8,13 @@ several.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 NUMBER = (int, float)
+# Of a tile, in a timeline.
+PRODUCER_EVENTS = ("load K", "load V")
+CONSUMER_EVENTS = ("start S", "end S", "end softmax", "start PV", "end PV")
+TIMELINE_TILES = 6  # that its diagram shows
 EACH = object()  # stands for the keys of a dict that are not named beside it
 
 
@@ -24,6 +29,16 @@ def _positive(value: object) -> bool:
 def _some(form: object) -> Callable[[object], bool]:
     """At least one key or item, each of that form."""
     return lambda value: bool(value) and problem(value, form) is None
+
+
+def _clocks(value: object) -> bool:
+    """By warpgroup and event numbers that grow from tile to tile: more tiles than are shown."""
+    if problem(value, _CLOCKS):
+        return False
+    lists = [times for events in value.values() for times in events.values()]
+    grow = all(earlier < later for times in lists for earlier, later in pairwise(times))
+    tiles = {len(times) for times in lists}
+    return grow and len(tiles) == 1 and min(tiles) > TIMELINE_TILES
 
 
 _MAYBE = (*NUMBER, type(None))
@@ -97,6 +112,21 @@ STATIC_RECORD = {
     "banks": [
         {"operation": str, "line": int, "accesses": _positive, "ideal": int, "wavefronts": int}
     ],
+}
+_CONSUMER = {event: [int] for event in CONSUMER_EVENTS}
+_CLOCKS = {
+    "producer": {event: [int] for event in PRODUCER_EVENTS},
+    "consumer 0": _CONSUMER,
+    EACH: _CONSUMER,
+}
+TIMELINE_RECORD = {
+    **_SOURCE,
+    "run": str,
+    "device": str,
+    "environment": _ENVIRONMENT,
+    "shape": _SHAPE,
+    "clocks": _clocks,
+    "ends": [int],
 }
 CELL = {
     "name": str,

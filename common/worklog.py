@@ -1,4 +1,4 @@
-"""profiles/ -> tables and inline numbers of worklog.md and README.md, plots; and the diagrams.
+"""profiles/ -> tables and numbers of worklog.md and README.md, plots, timelines; and the diagrams.
 
     python -m common.worklog            regenerate what differs
     python -m common.worklog --check    name what differs, exit 1
@@ -26,6 +26,7 @@ from common.lookup import evaluate
 from common.profile import Profile, load_profile
 from common.record import STATIC, write_atomically
 from common.step import ROOT
+from common.timeline_figure import timeline_figure
 
 HEADLINE_GPU = "h200"
 REQUIRED_TABLES = {
@@ -66,6 +67,9 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
     for one in (profile, *others):
         for name, svg in plots.plots(one).items():
             contents[one.folder / name] = svg
+        for name, record in one.timelines.items():
+            svg = timeline_figure(record, stale=name in one.timelines_stale)
+            contents[one.folder / "timelines" / f"{name}.svg"] = svg
     contents |= {root / "figures" / name: svg for name, svg in figures.figures().items()}
     different = [path for path, content in contents.items() if not _same(path, content)]
     if not check:

@@ -138,6 +138,33 @@ def made_up_static_record(step: Step) -> dict:
     }
 
 
+def made_up_timeline(step: Step, tiles: int = 32) -> dict:
+    """A timeline of the step as it is now: two consumers, a tile every 2200 clocks."""
+
+    def every_tile(first: int) -> list[int]:
+        return [first + 2200 * tile for tile in range(tiles)]
+
+    record = made_up_record(step)
+    keys = ("schema", "step", "source_sha256", "headers", "run", "device", "environment", "shape")
+    return {
+        **{key: record[key] for key in keys},
+        "clocks": {
+            "producer": {"load K": every_tile(0), "load V": every_tile(600)},
+            **{
+                f"consumer {index}": {
+                    "start S": every_tile(1500 + 1100 * index),
+                    "end S": every_tile(2100 + 1100 * index),
+                    "end softmax": every_tile(3100 + 1100 * index),
+                    "start PV": every_tile(3800 + 1100 * index),
+                    "end PV": every_tile(4850 + 1100 * index),
+                }
+                for index in range(2)
+            },
+        },
+        "ends": [2200 * tiles + 5000, 2200 * tiles + 6100],
+    }
+
+
 def _outcome(time_ms: float) -> dict:
     return {
         "time_ms": time_ms,

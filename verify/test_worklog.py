@@ -16,9 +16,9 @@ from common.lookup import evaluate
 from common.plots import same_plot
 from common.profile import load_profile
 from common.record import write_record
-from common.step import all_steps, read_step
+from common.step import ROOT, all_steps, find_step, read_step
 from common.worklog import regenerate
-from verify.made_up import made_up_record, made_up_static_record
+from verify.made_up import made_up_record, made_up_static_record, made_up_timeline
 
 V01, V02, V03, V04 = all_steps()[:4]
 README = """# Title
@@ -114,6 +114,24 @@ def test_without_records_nothing_is_made_up(root):
     assert table_row(readme, "v01")[2:4] == ["not measured", ""]
 
 
+def test_timeline_is_drawn_from_its_record(root):
+    folder, patch = root / "timelines", "timelines/v09.patch"
+    folder.mkdir()
+    (root / patch).write_text((ROOT / patch).read_text())
+    assert regenerate(root) == GENERATED
+    name = "profiles/h200/timelines/v09.svg"
+    record = made_up_timeline(find_step(patch))
+    write_record(root / name.replace("svg", "json"), record)
+    assert regenerate(root, check=True) == [name]
+    assert regenerate(root) == [name]
+    svg = (root / name).read_text()
+    (root / name).write_text(svg.replace("2200 clocks", "2000 clocks"))
+    assert regenerate(root, check=True) == [name]
+    write_record(root / name.replace("svg", "json"), record | {"source_sha256": "0" * 64})
+    assert regenerate(root) == [name]
+    assert "v09 (stale)" in (root / name).read_text()
+
+
 def test_stale_record_is_called_stale(root):
     write_record(root / "profiles/h200/v02.json", made_up_record(V02) | {"source_sha256": "0" * 64})
     regenerate(root)
@@ -169,6 +187,15 @@ def test_labels_of_ten_steps_do_not_overlap(root):
         assert len(texts) > len(rates)
         boxes = [text.get_window_extent(canvas.get_renderer()) for text in texts]
         assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+
+
+@pytest.mark.parametrize(("head_dim", "serial"), [(64, 495), (128, 660), (256, 792)])
+def test_ceiling_of_the_exponentials(head_dim, serial):
+    h200 = plots.CEILINGS["h200"]
+    clock_ghz = 1.83  # of the datasheet: 132 multiprocessors of 4096 FLOP a clock are its 989.5
+    peak = 132 * 16 * 4 * head_dim * clock_ghz / 1000
+    assert plots.exponential_tflops(h200, head_dim) == pytest.approx(peak, rel=1e-3)
+    assert plots.serial_tflops(h200, head_dim) == pytest.approx(serial, abs=0.5)
 
 
 def test_check_finds_a_missing_plot(root):
@@ -331,7 +358,8 @@ def test_static_tables(static_root, capsys):
     sass, banks = text[text.index("table: sass") :].split("<!-- table: banks -->")
     resources = ["111", "0 B", "12 B"]
     assert table_row(sass, "v01")[1:3] == ["not collected", ""]
-    assert table_row(sass, "v02 `attention_forward`")[1:8] == [*resources, "200", "128", "64", "0"]
+    opcodes = ["200", "128", "0", "64"]
+    assert table_row(sass, "v02 `attention_forward`")[1:8] == [*resources, *opcodes]
     assert table_row(sass, "v03 `attention_forward`")[1:6] == [*resources, "not collected", ""]
     assert "Compiled for sm_1 by nvcc 1.0: head_dim 128, bf16" in sass
     assert [line for line in banks.splitlines() if line.startswith("| v02")] == [

@@ -7,7 +7,8 @@
 // Starts a copy of the map's box, whose first element is the tensor's element (d, row, head, batch),
 // to shared memory: the box's rows one after another, swizzled as the map says, zeros where the box
 // lies outside of the tensor. Its bytes, zeros too, count towards the barrier's phase.
-// to_shared must be 128-byte aligned, or to the swizzle's pattern (8 rows) where it is longer.
+// to_shared must be 128-byte aligned, or to the swizzle's pattern (8 rows) where it is longer; d, in
+// bytes, a multiple of 16.
 __device__ inline void cp_async_bulk_tensor_load(Element* to_shared, const TensorMap& map, int d,
                                                  int row, int head, int batch, Mbarrier& barrier) {
     const uint32_t to = __cvta_generic_to_shared(to_shared);
@@ -19,8 +20,9 @@ __device__ inline void cp_async_bulk_tensor_load(Element* to_shared, const Tenso
         : "memory");
 }
 
-// Starts a copy of a box from shared memory to the tensor, what lies outside of the tensor left out.
-// It reads what other instructions have written there only after fence_proxy_async.
+// Starts a copy of a box from shared memory to the tensor, what lies past the tensor's ends left out:
+// before its beginning no box may start. It reads what other instructions have written there only
+// after fence_proxy_async.
 __device__ inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, int row, int head,
                                                   int batch, const Element* from_shared) {
     const uint32_t from = __cvta_generic_to_shared(from_shared);

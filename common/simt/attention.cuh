@@ -18,7 +18,7 @@
 //     fiber.h       switching stacks                 memory.h     buffers between guard pages
 //     trap.h        signals become reports           report.h     how a report is written
 //     sanitizer.h   fibers and AddressSanitizer      random.h     numbers drawn from the seed
-//     run.h         main(), the launches
+//     run.h         main(), the launches             clock.cuh    a clock that counts its readings
 //
 // A new instruction is a function with the name of its wrapper in common/device. If threads execute
 // it together, it is a call of collective(). If a thread waits in it for something else, it calls

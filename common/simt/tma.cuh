@@ -51,7 +51,7 @@ struct TensorBox {
 
 // The box that an instruction names, once it is certain that it can be copied.
 inline TensorBox tensor_box(const TensorMap& tensor_map, int d, int row, int head, int batch,
-                            const Element* shared, const char* operation, Site site) {
+                            const Element* shared, bool stored, const char* operation, Site site) {
     const auto* address = reinterpret_cast<const std::byte*>(shared);
     TensorBox box = {{}, {d, row, head, batch}, const_cast<std::byte*>(address)};
     memcpy(&box.map, &tensor_map, sizeof(box.map));
@@ -62,6 +62,21 @@ inline TensorBox tensor_box(const TensorMap& tensor_map, int d, int row, int hea
                 ": %s (%s:%d) needs the map of a tensor whose box in the launch descriptor has "
                 "rows",
                 operation, site.file_name(), site.line)
+            .fail();
+    }
+    // Both are seen on an H200, which calls the instruction illegal.
+    if (d * int(sizeof(Element)) % 16) {
+        Worker::current()
+            ->fault("misaligned box")
+            .add(": %s (%s:%d) needs a d of a multiple of 16 bytes, not %d elements", operation,
+                 site.file_name(), site.line, d)
+            .fail();
+    }
+    if (stored && (d < 0 || row < 0 || head < 0 || batch < 0)) {
+        Worker::current()
+            ->fault("store before the tensor")
+            .add(": %s (%s:%d) can start no box at d %d, row %d, head %d, batch %d", operation,
+                 site.file_name(), site.line, d, row, head, batch)
             .fail();
     }
     // How rows that are shorter than the swizzle lie is not documented.
@@ -101,7 +116,8 @@ inline void cp_async_bulk_tensor_load(Element* to_shared, const TensorMap& map, 
                                       simt::Site site = simt::Site::here()) {
     constexpr const char* NAME = "cp_async_bulk_tensor_load";
     simt::Worker& worker = *simt::Worker::current();
-    const simt::TensorBox box = simt::tensor_box(map, d, row, head, batch, to_shared, NAME, site);
+    const simt::TensorBox box =
+        simt::tensor_box(map, d, row, head, batch, to_shared, false, NAME, site);
     const simt::MbarrierState& state = simt::find_mbarrier(barrier, NAME, site);
     if (!state.fenced) {
         simt::Report report = simt::mbarrier_fault("missing fence_mbarrier_init", NAME, site);
@@ -128,7 +144,8 @@ inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, int row, int
                                        simt::Site site = simt::Site::here()) {
     constexpr const char* NAME = "cp_async_bulk_tensor_store";
     simt::Thread& self = simt::Worker::current()->self();
-    const simt::TensorBox box = simt::tensor_box(map, d, row, head, batch, from_shared, NAME, site);
+    const simt::TensorBox box =
+        simt::tensor_box(map, d, row, head, batch, from_shared, true, NAME, site);
     simt::read_box(box, NAME, site);  // might be now
     self.stores.push_back({NAME, site, self.num_store_groups, [=] {
                                const auto elements = simt::read_box(box, NAME, site);

@@ -28,7 +28,7 @@ __constant__ LaunchDescriptor launch_descriptor = {
 };
 }
 
-// Block i copies a box from q to the same place in o. Where it is say the first integers of row i
+// Block i copies a box from q to the same place in o, which no box may begin before. Where it is say the first integers of row i
 // of k: d, row, head, batch. What lies in shared memory goes to lse [seq_k, words] as it is: the box,
 // then four matrices that a warp has stored.
 extern "C" __global__ void attention_forward(const __grid_constant__ AttentionParams p) {
@@ -54,7 +54,7 @@ extern "C" __global__ void attention_forward(const __grid_constant__ AttentionPa
     for (int i = threadIdx.x; i < ROWS * COLUMNS; i += 64) smem.stored[i] = smem.loaded[i];
     fence_proxy_async();
     __syncthreads();  // the box is there, and each thread has fenced
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && min(min(place[0], place[1]), min(place[2], place[3])) >= 0) {
         cp_async_bulk_tensor_store(p.o_map, place[0], place[1], place[2], place[3], smem.stored);
         cp_async_bulk_commit_group();
         cp_async_bulk_wait_group_read<0>();
