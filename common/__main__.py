@@ -108,7 +108,7 @@ def _require_gpu() -> None:
 def profile(name: str) -> int:
     """Records what is known of a step or an experiment without a GPU.
 
-    On one, also the timeline, where the step has a patch for it, and ncu's counters.
+    On one, also ncu's counters and, where the step has a patch for it, the timeline.
     """
     step = find_step(name)
     record = static_record(step)
@@ -116,11 +116,11 @@ def profile(name: str) -> int:
     _print_bank_conflicts(record["banks"])
     _write(static_path(step), record)
     if torch.cuda.is_available():
+        _add_counters(step)
         if step in all_steps() and timeline_patch(step).is_file():
             _write(_gpu_folder() / "timelines" / f"{step.name}.json", timeline_record(step))
-        _add_counters(step)
     else:
-        print("Nsight Compute was not run, as there is no CUDA device.")
+        print("No counters of Nsight Compute and no timeline, as there is no CUDA device.")
     _report_regenerated()
     return 0
 

@@ -120,17 +120,17 @@ class GpuBackend:
         plan = evaluate(module.descriptor, Sizes.of(q, k))
         check_alignment(step.name, plan.alignment, q=q, k=k, v=v, o=o)
         maps = tensor_maps(step.name, module.descriptor, q=q, k=k, v=v, o=o)
-        encoded = encode_for_gpu(step.name, maps)
         # Once freed, torch reuses it only for work later on the same stream.
         workspace = self._allocate(step, plan.workspace_bytes)
         addresses = {
             name: tensor.data_ptr()
             for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse))
         }
-        params = bytes(
-            pack(q, k, v, o, encoded, addresses, [w.data_ptr() for w in workspace], softmax_scale)
-        )
+        pointers = [part.data_ptr() for part in workspace]
         with torch.cuda.device(self.device), self._launch_stream() as stream:
+            # In a context: a thread that has done nothing else yet is in none.
+            encoded = encode_for_gpu(step.name, maps)
+            params = bytes(pack(q, k, v, o, encoded, addresses, pointers, softmax_scale))
             try:
                 for kernel in plan.kernels:
                     module.functions[kernel.name].prepared_async_call(

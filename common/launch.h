@@ -48,8 +48,8 @@ struct Workspace {  // element_bytes 0: no such workspace
     Extent shape[4];  // elements = product of size rounded up to a multiple of tile
 };
 
-// How a box lies in shared memory: its 16-byte chunks change places in every 8 rows of so many bytes,
-// chunk c of row r with chunk c ^ r % 8 where a row has 128.
+// How a box lies in shared memory: its 16-byte chunks change places in every 8 rows of so many bytes;
+// where a row has 128, chunk c of row r lies at place c ^ r % 8.
 enum Swizzle : int32_t { SWIZZLE_NONE, SWIZZLE_32B, SWIZZLE_64B, SWIZZLE_128B };
 
 struct Box {  // what TMA copies at once, elements of one head; rows 0: no such tensor map

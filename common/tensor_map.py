@@ -97,7 +97,7 @@ def _check_box(step_name: str, name: str, box: Box, element_bytes: int) -> None:
 
 
 def encode_for_gpu(step_name: str, maps: dict[str, TensorMap]) -> dict[str, bytes]:
-    """The hardware's bits. Raises UsageError where the driver refuses."""
+    """The hardware's bits. Needs a CUDA context; raises UsageError where the driver refuses."""
     driver = bindings()
     encoded = {}
     for name, map_ in maps.items():

@@ -1,9 +1,10 @@
-// v08 -- wgmma and TMA: four warps multiply from shared memory, one thread copies whole tiles
-// change: S = Q K^T and O += P V by wgmma, which reads Q, K and V from shared memory by descriptors
-//     and leaves ldmatrix out; tensor maps and mbarriers instead of cp.async; 128 keys a tile; O
+// v08 -- wgmma and TMA: four warps together multiply from shared memory, one thread copies tiles
+// change: S = Q K^T and O += P V by wgmma, which reads Q, K and V from shared memory by descriptors,
+//     so that ldmatrix is gone; tensor maps and mbarriers instead of cp.async; 128 keys a tile; O
 //     leaves through shared memory
-// why: v07 stands at mma.sync's rate, 62 % of the tensor cores' peak, and at ldmatrix, which waits for
-//     it; wgmma runs at the peak and reads each operand once a warpgroup: 1.4 times v07
+// why: v07 is limited by mma.sync, which reaches 62 % of the tensor cores' peak, and by ldmatrix
+//     between the products; wgmma reaches the peak and reads an operand once for four warps: 1.4
+//     times v07
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "mma.cuh"
 #include "tma.cuh"
@@ -16,13 +17,13 @@ constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
 constexpr int NUM_STAGES = 2;  // tiles in shared memory: in use, and on the way
 constexpr int PANEL = 64;      // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
-constexpr int DIM = PANEL * PANELS;  // zeros from HEAD_DIM on
+constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
 
-struct alignas(1024) SharedMemory {  // 8 rows of a panel
+struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
     Tile<BLOCK_M> q;                 // and in the end O
     Tile<BLOCK_N> k[NUM_STAGES];
     Tile<BLOCK_N> v[NUM_STAGES];
@@ -54,13 +55,13 @@ __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int h
         cp_async_bulk_tensor_load(tile[panel][0], map, PANEL * panel, row, head, batch, full);
 }
 
-// Of a tile's row and what follows, the 16 columns d ... d + 15: for Q and K.
+// Describes the columns d ... d + 15 of a tile, its rows from `row` on: Q or K.
 template <int ROWS>
 __device__ uint64_t k_major(const Tile<ROWS>& tile, int row, int d) {
     return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, 8 * 2 * PANEL);
 }
 
-// Of a tile's rows key ... key + 15, all columns: for V.
+// Describes the rows key ... key + 15 of a tile, all columns: V.
 template <int ROWS>
 __device__ uint64_t mn_major(const Tile<ROWS>& tile, int key) {
     return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), 8 * 2 * PANEL);
@@ -100,8 +101,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         load_tile(smem.k[stage], p.k_map, tile * BLOCK_N, kv_head, batch, smem.k_full[stage]);
         load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, kv_head, batch, smem.v_full[stage]);
     };
-    const auto wait_for = [](Mbarrier& full, int phase) {
-        while (!mbarrier_try_wait_parity(full, phase % 2)) {
+    // The tiles of a stage are the phases of its barriers.
+    const auto wait_for = [](Mbarrier& barrier, int phase) {
+        while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
         }
     };
 
@@ -224,7 +226,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 sum == 0.0f ? -INFINITY : row_max[r] * 0.6931471805599453f + logf(sum);
     }
     // O takes the place of Q, which the last tile's products have read: a warp's 16 rows of a panel,
-    // swizzled, are a box. TMA leaves out the rows past seq_q and the columns past HEAD_DIM.
+    // swizzled, are a box. TMA leaves out the rows past seq_q and the columns past HEAD_DIM, some of
+    // which nobody has written.
 #pragma unroll
     for (int n = 0; n < DIM / 8; n += 2) {
         uint32_t o_frag[4];

@@ -1,10 +1,11 @@
 // v09 -- warp specialization: one warpgroup copies, the others compute, and softmax hides
 // change: a producer warpgroup starts all copies and gives its registers to two or three consumers;
 //     empty barriers instead of __syncthreads; a consumer starts S of the next tile and O += P V of
-//     this one before it computes the next softmax; consumers take turns at the tensor cores
-// why: in v08 the tensor cores wait while the warps compute exponentials, and all warps wait for each
-//     other at every tile; with the softmax of one warpgroup under the products of the others, and
-//     under its own, v08's 1.0 of products and 0.4 of softmax become nearly 1.0: 1.3 times v08
+//     this one before it computes the next softmax; consumers take turns at the tensor cores; Q in
+//     registers where there is room
+// why: in v08 the tensor cores wait during the softmax, 0.4 of the products' own time, and all warps
+//     wait for each other at every tile; with a warpgroup's softmax under the products of the others
+//     and under its own, little more than the products' time is left: 1.3 times v08
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "mma.cuh"
 #include "tma.cuh"
@@ -13,6 +14,7 @@
 
 constexpr int CONSUMERS = HEAD_DIM <= 64 ? 3 : 2;  // warpgroups that compute; one more copies
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int PRODUCER = 128 * CONSUMERS;  // the thread that starts all copies
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
 constexpr int BLOCK_M = 64 * CONSUMERS;              // query rows, 64 a warpgroup
@@ -23,13 +25,13 @@ constexpr bool TAKE_TURNS = HEAD_DIM <= 128;
 constexpr int NUM_STAGES = 2;  // tiles of K, and of V, in shared memory
 constexpr int PANEL = 64;      // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
-constexpr int DIM = PANEL * PANELS;  // zeros from HEAD_DIM on
+constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
 
-struct alignas(1024) SharedMemory {  // 8 rows of a panel
+struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
     Tile<BLOCK_M> q;                 // and in the end O
     Tile<BLOCK_N> k[NUM_STAGES];
     Tile<BLOCK_N> v[NUM_STAGES];
@@ -62,13 +64,13 @@ __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int h
         cp_async_bulk_tensor_load(tile[panel][0], map, PANEL * panel, row, head, batch, full);
 }
 
-// Of a tile's row and what follows, the 16 columns d ... d + 15: for Q and K.
+// Describes the columns d ... d + 15 of a tile, its rows from `row` on: Q or K.
 template <int ROWS>
 __device__ uint64_t k_major(const Tile<ROWS>& tile, int row, int d) {
     return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, 8 * 2 * PANEL);
 }
 
-// Of a tile's rows key ... key + 15, all columns: for V.
+// Describes the rows key ... key + 15 of a tile, all columns: V.
 template <int ROWS>
 __device__ uint64_t mn_major(const Tile<ROWS>& tile, int key) {
     return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), 8 * 2 * PANEL);
@@ -99,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const int offset = p.seq_k - p.seq_q;
     const int block_keys = CAUSAL ? min(p.seq_k, q_start + BLOCK_M + offset) : p.seq_k;
     const int num_tiles = max(0, (block_keys + BLOCK_N - 1) / BLOCK_N);
-    // The same in all lanes, and the compiler knows.
+    // The same in all lanes; the shuffle tells the compiler so.
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int lane = threadIdx.x % 32;
 
@@ -111,15 +113,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         const int stage = tile % NUM_STAGES;
         load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, kv_head, batch, smem.v_full[stage]);
     };
-    // Phase -1 has completed before the first one begins: a new stage is empty.
+    // The tiles of a stage are the phases of its barriers. Phase -1 counts as completed from the
+    // beginning: a new stage is empty.
     const auto wait_for = [](Mbarrier& barrier, int phase) {
         while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
         }
     };
 
     // ---- load Q, and the first tile of K
-    const int producer = 128 * CONSUMERS;  // the thread that starts all copies
-    if (threadIdx.x == producer) {
+    if (threadIdx.x == PRODUCER) {
         mbarrier_init(smem.q_full, 1);
 #pragma unroll
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
@@ -136,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     if (warpgroup == CONSUMERS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (threadIdx.x != producer) return;
+        if (threadIdx.x != PRODUCER) return;
         // K of a tile, then V of the tile before: as the consumers need them.
         for (int tile = 1; tile <= num_tiles; ++tile) {
             if (tile < num_tiles) {
@@ -156,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         if (lane == 0) mbarrier_arrive(empty);
     };
     // Consumers start their products in turn, so that one computes softmax while another multiplies:
-    // barrier 1 + w is passed when warpgroup w has come and its predecessor has started.
+    // barrier 1 + w takes the 128 threads of warpgroup w, which wait, and the 128 of its predecessor,
+    // which have started theirs. Nobody takes the last turn.
     const auto wait_for_turn = [&] {
         if (TAKE_TURNS) bar_sync(1 + warpgroup, 256);
     };
@@ -183,14 +186,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         const int stage = tile % NUM_STAGES;
         wait_for(smem.k_full[stage], tile / NUM_STAGES);
         wait_for_turn();
-        if constexpr (Q_IN_REGISTERS)
+        if (Q_IN_REGISTERS)
             wgmma_fence(s_acc, q_frag);
         else
             wgmma_fence(s_acc);
 #pragma unroll
         for (int d = 0; d < HEAD_DIM; d += 16) {
             const uint64_t k_desc = k_major<BLOCK_N>(smem.k[stage], 0, d);
-            if constexpr (Q_IN_REGISTERS) {
+            if (Q_IN_REGISTERS) {
                 wgmma_m64nNk16<Element, K_MAJOR>(s_acc, q_frag[d / 16], k_desc, d > 0);
             } else {
                 const uint64_t q_desc = k_major<BLOCK_M>(smem.q, group_row, d);
@@ -237,7 +240,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             row_max[r] = row_max_new;
             row_sum[r] *= rescale[r];
         }
-        // P = 2^(S - m')
 #pragma unroll
         for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
@@ -292,8 +294,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             wgmma_wait_group<1>(s_acc);
             release(smem.k_empty[tile % NUM_STAGES]);
             softmax(tile);  // while O += P V runs
-            // V's wait stands here because ptxas moves no code across its loop: without it, ptxas
-            // has all of the softmax wait for O.
+            // The wait for V stands here because ptxas moves no code across a loop that waits:
+            // without it, ptxas lets all of the softmax wait for O.
             wait_for(smem.v_full[tile % NUM_STAGES], tile / NUM_STAGES);
             wgmma_wait_group<0>(o_acc, p_frag);
             release(smem.v_empty[(tile - 1) % NUM_STAGES]);
@@ -321,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     }
     bar_sync(1 + CONSUMERS + warpgroup, 128);  // all of the warpgroup's products have read Q
     // O takes the place of Q: a warp's 16 rows of a panel, swizzled, are a box. TMA leaves out the
-    // rows past seq_q and the columns past HEAD_DIM.
+    // rows past seq_q and the columns past HEAD_DIM, some of which nobody has written.
 #pragma unroll
     for (int n = 0; n < DIM / 8; n += 2) {
         uint32_t o_frag[4];

@@ -1,6 +1,6 @@
 """The problems that every step is checked on: seeded, each chosen for a mistake it would show.
 
-A step is compiled for each (head_dim, dtype, causal), so the cases share fourteen of those; sizes
+A step is compiled for each (head_dim, dtype, causal), so the cases share fifteen of those; sizes
 are small because the SIMT runtime executes them thread by thread. Tiles are 16 to 192 rows: the
 lengths of the ragged cases are multiples of none. The steps on the tensor cores take no fp32: what
 an fp32 case shows of the scalar steps, another one must show of them.
@@ -241,6 +241,8 @@ CASES = (
     Case("wide_tile", Shape(1, 1, 1, 192, 128, 64), BF16),
     Case("wide_one_more", Shape(1, 1, 1, 193, 129, 64), BF16),
     Case("wide_one_less", Shape(1, 1, 1, 191, 127, 64), BF16),
+    # A query in every row of the block, and enough tiles for their places to be filled again.
+    Case("wide_tiles", Shape(1, 4, 2, 192, 400, 64), BF16),
     # Causal: equal lengths, fewer queries than keys, more (the first rows see no key).
     Case("causal", Shape(1, 2, 2, 256, 256, 64), BF16, causal=True),
     Case("causal_ragged", Shape(2, 1, 1, 197, 197, 128), BF16, causal=True),
@@ -314,6 +316,7 @@ CASES = (
     Case("head_dim_8", Shape(2, 2, 2, 170, 190, 8), BF16, causal=True),
     Case("head_dim_8_fp32", Shape(2, 2, 2, 170, 190, 8), FP32, causal=True),
     Case("head_dim_40", Shape(1, 2, 2, 135, 175, 40), BF16),
+    Case("head_dim_72", Shape(1, 2, 1, 70, 139, 72), FP16),
     Case("head_dim_136", Shape(1, 1, 1, 135, 150, 136), FP16, causal=True),
     Case("head_dim_256", Shape(1, 1, 1, 145, 170, 256), FP16, causal=True),
     Case("head_dim_256_fp32", Shape(1, 1, 1, 145, 170, 256), FP32, causal=True),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from common import attention
 from common.cpu import CpuBackend
 from common.driver import call
 from common.errors import UsageError
@@ -201,3 +203,15 @@ def test_the_driver_takes_every_layout(layout, batch: int) -> None:
     second = encode_for_gpu("v08", maps_of(t, Box(32, 64, B128)))["k"]
     assert len(first) == len(second) == 128
     assert first != second
+
+
+@pytest.mark.gpu
+def test_a_new_thread_gets_maps() -> None:
+    """It is in no CUDA context before its first call."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("v08 needs exactly sm_90a")
+    q = torch.randn(1, 2, 33, 64, dtype=BF16, device="cuda")
+    expected = attention(q, q, q, step="v08")
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(attention, q, q, q, step="v08").result()
+    assert torch.equal(found, expected)

@@ -333,6 +333,11 @@ STORE_ALL = """
 """
 WRITERS = {
     "store_uint4": "store_uint4(&smem.tiles[t / 16][t % 16 * 8], {1, 2, 3, 4});",
+    "store_vector": "float x[8] = {1, 1}; store_vector(&smem.tiles[t / 16][t % 16 * 8], x);",
+    "store_float4": "store_float4(reinterpret_cast<float*>(&smem.tiles[t / 16][t % 16 * 8]), "
+    "{1, 1});",
+    "store_float4_rounded": "for (int i = 0; i < 8; i += 4) "
+    "store_float4(&smem.tiles[t / 16][t % 16 * 8 + i], {1, 1});",
     "stmatrix": STMATRIX,
 }
 

@@ -32,7 +32,7 @@ __device__ inline void mbarrier_arrive_expect_tx(Mbarrier& barrier, int bytes) {
 }
 
 // Whether the phase of this parity (0 of phase 0, 1 of phase 1, 0 of phase 2 ...) has completed, and
-// the one after it has not. Waits for a while; may be false even so.
+// the one after it has not. Waits for a limited time: call it in a loop.
 __device__ inline bool mbarrier_try_wait_parity(Mbarrier& barrier, int parity) {
     const uint32_t address = __cvta_generic_to_shared(&barrier);
     uint32_t completed;

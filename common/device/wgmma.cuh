@@ -12,9 +12,9 @@
 enum Major { K_MAJOR, MN_MAJOR };
 
 // Describes an operand that lies in shared memory as tiles of 8 rows, each row as long as the swizzle
-// (128 bytes without one 16), as TMA writes them; the matrix that is meant begins at `start`.
-//     K_MAJOR    stride_bytes is from 8 rows of A (columns of B) to the next 8; leading_bytes is not
-//                used with a swizzle, since a step of K lies within a row
+// is wide (16 bytes without a swizzle), as TMA writes them; the matrix that is meant begins at `start`.
+//     K_MAJOR    stride_bytes is from 8 rows of A (columns of B) to the next 8; leading_bytes is from
+//                16 bytes of K to the next, not used with a swizzle: K = 16 lies within a row
 //     MN_MAJOR   a row has as many of A's rows (B's columns) as it is long; leading_bytes is from
 //                those to the next ones, stride_bytes from 8 of K to the next 8; without a swizzle
 //                the other way round

@@ -66,7 +66,7 @@ struct Rendezvous {
     int expected, arrived;
 };
 
-// Consecutive threads of a block that act together: a warp or the whole block.
+// Consecutive threads of a block that act together: a warp, a warpgroup or the whole block.
 struct Group {
     int first_thread, num_threads;
     std::vector<Rendezvous> open = {};  // several where lanes diverge
