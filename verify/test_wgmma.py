@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.cpu import CpuBackend
+from common.cpu import CpuBackend, SimtError
 from common.gpu import GpuBackend
 from common.step import ROOT, Step, read_step
 from verify.little_kernels import (
@@ -156,12 +156,18 @@ def test_products_land_in_the_wait_for_their_group(landing_step, scenario):
             assert (shown.isnan() if value is None else shown == value).all()
 
 
-def run_seeds(step: Step, count: int = 12) -> set[float]:
-    """What seeds find in the first row of D."""
+OVERWRITTEN = "write to an operand of a wgmma in flight in kernel test_kernel"
+
+
+def run_seeds(step: Step, count: int = 12) -> set[float | str]:
+    """What seeds find in the first row of D, or report."""
     found = set()
     for seed in range(count):
-        _, lse = run(step, CpuBackend(seed), Q, num_lse=128)
-        found |= set(lse.tolist())
+        try:
+            _, lse = run(step, CpuBackend(seed), Q, num_lse=128)
+            found |= set(lse.tolist())
+        except SimtError as error:
+            found.add(OVERWRITTEN if OVERWRITTEN in str(error) else str(error))
     return found
 
 
@@ -174,8 +180,8 @@ def run_seeds(step: Step, count: int = 12) -> set[float]:
     ],
     ids=["right", "no barrier before", "no barrier after"],
 )
-def test_operands_are_read_early_and_late(tmp_path, before, after, right):
-    """A missing barrier lets a warp read what another has yet to write, or has written since."""
+def test_operands_stay_until_the_product_has_landed(tmp_path, before, after, right):
+    """A missing barrier lets another warp write an operand between a warp's issue and its wait."""
     body = (
         SETUP
         + f"""
@@ -196,7 +202,9 @@ def test_operands_are_read_early_and_late(tmp_path, before, after, right):
 """
     )
     step = write_step(tmp_path, "barriers", body, threads=128, globals_=INCLUDE, layout=LAYOUT)
-    assert (run_seeds(step) == {32.0}) == right
+    found = run_seeds(step)
+    assert found == {32.0} if right else OVERWRITTEN in found
+    assert found <= {16.0, 32.0, 48.0, OVERWRITTEN}
 
 
 # What 128 threads, or 160, execute.

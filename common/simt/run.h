@@ -125,6 +125,7 @@ inline void launch_kernel(const Request& request, int index) {
         .smem_bytes = static_cast<size_t>(asked.smem_bytes),
         .smem_flush = request.seed % 2 ? Flush::START : Flush::END,
         .seed = mix(request.seed) + index,
+        .odd = request.seed % 2 != 0,
         .count_banks = request.count_banks != 0,
     };
     Grid(launch).run(request.workers);

@@ -4,6 +4,7 @@
 #pragma once
 #include <stdint.h>
 
+#include <algorithm>
 #include <map>
 #include <vector>
 
@@ -35,6 +36,7 @@ struct Launch {
     size_t smem_bytes;
     Flush smem_flush;
     uint64_t seed;
+    bool odd;  // of two runs of a check the second: what one draws for a block the other leaves out
     bool count_banks;
 };
 
@@ -76,13 +78,12 @@ class Worker {
     void run_block(uint32_t block) {
         blockIdx = {block, 0, 0};
         random = Random(mix(launch.seed) + block);
-        loads_may_be_early = Random(~(mix(launch.seed) + block)).below(2);
+        loads_may_be_early = Random(~mix(block)).below(2) != launch.odd;
         one_warp_first = random.below(2);
         smem.poison();
         smem_async_view.begin_block();
         all_mbarriers.clear();
         wgmma_states.assign(warp_groups.size(), {});
-        wgmma_reads_early = Random(mix(mix(launch.seed) + block)).below(2);
         for (NamedBarrier& barrier : named_barriers) barrier = {};
         register_pool.begin_block();
         num_exited = 0;
@@ -140,8 +141,6 @@ class Worker {
     std::map<size_t, MbarrierState>& mbarriers() { return all_mbarriers; }
     // The running thread's warp's.
     WgmmaState& wgmma() { return wgmma_states[running / WARP_SIZE]; }
-    // Drawn for each block: wgmma read shared memory at once, or in the wait.
-    bool reads_wgmma_early() const { return wgmma_reads_early; }
     NamedBarrier& named_barrier(int id) { return named_barriers[id]; }
     RegisterPool& registers() { return register_pool; }
     // nullptr where the launch asks for no count.
@@ -209,10 +208,25 @@ class Worker {
         Fiber::switch_to(self, num_exited == launch.num_threads ? scheduler : next_thread());
     }
 
-    void land_any_load() {
+    bool is_awaited(const BulkCopy& load) const {
+        for (const Thread& thread : threads) {
+            if (thread.state == Thread::WAITING && thread.operation.mbarrier == load.mbarrier)
+                return true;
+        }
+        return false;
+    }
+
+    // The loads that some thread waits for come first; returns how many they are.
+    size_t sort_loads() {
+        const auto awaited = [this](const BulkCopy& load) { return is_awaited(load); };
+        return std::partition(loads.begin(), loads.end(), awaited) - loads.begin();
+    }
+
+    // Any of the first so many.
+    void land_load(size_t candidates) {
         const int interrupted = running;
         running = NO_THREAD;
-        const uint32_t drawn = random.below(loads.size());
+        const uint32_t drawn = random.below(candidates);
         const BulkCopy load = loads[drawn];
         loads[drawn] = loads.back();
         loads.pop_back();
@@ -248,8 +262,12 @@ class Worker {
 
     // Draws a runnable thread and declares it running.
     Fiber& next_thread() {
-        if (loads_may_be_early && !loads.empty() && once_in(4)) land_any_load();
-        while (num_runnable == 0 && !loads.empty()) land_any_load();
+        if (loads_may_be_early && !loads.empty() && once_in(4)) land_load(loads.size());
+        while (num_runnable == 0) {
+            const size_t awaited = sort_loads();
+            if (awaited == 0) break;
+            land_load(awaited);
+        }
         if (num_runnable == 0) {
             running = NO_THREAD;
             Report report = fault(stall_reason(threads));
@@ -282,7 +300,6 @@ class Worker {
     Group block_group;
     std::vector<Group> warp_groups, warpgroup_groups;
     std::vector<WgmmaState> wgmma_states;  // of each warp
-    bool wgmma_reads_early = false;
     NamedBarrier named_barriers[NUM_BARRIERS];
     RegisterPool register_pool;
     Fiber scheduler;  // run_block(), suspended while threads run

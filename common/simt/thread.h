@@ -44,6 +44,7 @@ struct BulkCopy {
     const char* name;
     Site site;
     uint64_t group;              // of a store: how many groups its thread had committed
+    int mbarrier;                // of a load: its byte in shared memory
     std::function<void()> land;  // does all of it
 };
 

@@ -128,7 +128,7 @@ inline void cp_async_bulk_tensor_load(Element* to_shared, const TensorMap& map, 
     const size_t offset = box.in_shared - worker.shared_memory().data;
     memset(box.in_shared, simt::POISON, box.bytes());
     worker.async_view().update(offset, box.bytes());
-    worker.start_load({NAME, site, 0, [=, &worker, &barrier] {
+    worker.start_load({NAME, site, 0, int(state.offset), [=, &worker, &barrier] {
                            box.for_each_element([](std::byte* to, const std::byte* from) {
                                const Element zero = {};
                                memcpy(to, from ? from : reinterpret_cast<const std::byte*>(&zero),
@@ -147,7 +147,7 @@ inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, int row, int
     const simt::TensorBox box =
         simt::tensor_box(map, d, row, head, batch, from_shared, true, NAME, site);
     simt::read_box(box, NAME, site);  // might be now
-    self.stores.push_back({NAME, site, self.num_store_groups, [=] {
+    self.stores.push_back({NAME, site, self.num_store_groups, -1, [=] {
                                const auto elements = simt::read_box(box, NAME, site);
                                box.for_each_element([&](const std::byte* from, std::byte* to) {
                                    if (to)

@@ -1,8 +1,7 @@
 // The warpgroup's matrix product, for the host compiler: the twin of common/device/wgmma.cuh, which
 // says what each function does. It lands as late as it may, in each warp's wait that covers its
-// group: only then D is written and A's registers are no longer needed, which is checked. Shared
-// memory is read there too, or in other blocks at once, so that one is caught that overwrites an
-// operand too early, and one that writes it too late.
+// group: only then D is written and A and B are no longer needed. Both are read at the issue, and
+// must be the same when it lands.
 #pragma once
 #include <algorithm>
 
@@ -178,9 +177,16 @@ void multiply_add(float* sum, const float (&a)[WGMMA_K][WARP_ROWS], const float 
     }
 }
 
-inline void multiply(AsyncProduct& product) {
-    if (product.multiply) product.multiply(product);
-    product.multiply = nullptr;
+// A warp's 16 rows of A, and B.
+template <int N>
+struct Operands {
+    float a[WGMMA_K][WARP_ROWS], b[WGMMA_K][N];
+};
+
+[[noreturn]] inline void fail_overwritten(const WgmmaOperand& operand, Site site) {
+    operand_fault("write to an operand of a wgmma in flight", operand, site)
+        .add("has changed before the wgmma has landed")
+        .fail();
 }
 
 // The warp's share of a product that all threads of the warpgroup start.
@@ -204,19 +210,25 @@ AsyncProduct make_product(Payloads<WgmmaShare> lanes, const WgmmaOperand& a_oper
         memcpy(product.a[lane], lanes[lane].a, sizeof(product.a[lane]));
     }
     const int first_row = worker.running_thread() % WARPGROUP_SIZE / WARP_SIZE * WARP_ROWS;
-    product.multiply = [=, accumulate = share.accumulate](const AsyncProduct& product) {
-        float a[WGMMA_K][WARP_ROWS], b[WGMMA_K][N];
+    const auto read = [=](const AsyncProduct& product, Operands<N>& operands) {
         if (product.a_registers[0]) {
-            read_registers<T>(a, product.a);
+            read_registers<T>(operands.a, product.a);
         } else {
-            read_operand<T>(a, a_operand, first_row, site);
+            read_operand<T>(operands.a, a_operand, first_row, site);
         }
-        read_operand<T>(b, b_operand, 0, site);
+        read_operand<T>(operands.b, b_operand, 0, site);
+    };
+    const auto issued = std::make_shared<Operands<N>>();
+    read(product, *issued);
+    product.multiply = [=, accumulate = share.accumulate](const AsyncProduct& product) {
+        Operands<N> landing;
+        read(product, landing);
+        if (memcmp(landing.a, issued->a, sizeof(landing.a))) fail_overwritten(a_operand, site);
+        if (memcmp(landing.b, issued->b, sizeof(landing.b))) fail_overwritten(b_operand, site);
         std::vector<float>& sum = product.d->sum;
         if (!accumulate) std::fill(sum.begin(), sum.end(), 0.0f);
-        multiply_add<N>(sum.data(), a, b);
+        multiply_add<N>(sum.data(), landing.a, landing.b);
     };
-    if (worker.reads_wgmma_early()) multiply(product);
     return product;
 }
 
@@ -248,7 +260,7 @@ void start_wgmma(WgmmaShare share, Major a_major, Major b_major, Site site) {
 
 // With the last product that writes it, D goes to the registers.
 inline void land(AsyncProduct& product) {
-    multiply(product);
+    product.multiply(product);
     for (int lane = 0; product.a_registers[0] && lane < WARP_SIZE; ++lane) {
         if (memcmp(product.a_registers[lane], product.a[lane], sizeof(product.a[lane])))
             fail_changed(product, lane, "A");

@@ -24,10 +24,9 @@ struct AsyncProduct {
     Site site;
     uint64_t group;  // how many groups its warp had committed at its issue
     std::shared_ptr<Accumulator> d;
-    std::function<void(const AsyncProduct&)> multiply =
-        {};                                       // d's sum += A B; empty once it is done
-    const uint32_t* a_registers[WARP_SIZE] = {};  // where A is in registers
-    uint32_t a[WARP_SIZE][4] = {};                // what they held at the issue
+    std::function<void(const AsyncProduct&)> multiply = {};  // d's sum += A B
+    const uint32_t* a_registers[WARP_SIZE] = {};             // where A is in registers
+    uint32_t a[WARP_SIZE][4] = {};                           // what they held at the issue
 };
 
 struct WgmmaState {
