@@ -138,6 +138,8 @@ inline void launch_kernel(const Request& request, int index) {
     }
 }
 
+static_assert(sizeof(TensorMapFields) <= sizeof(TensorMap));
+
 inline void set_address(TensorMap& map, const std::byte* address) {
     reinterpret_cast<TensorMapFields&>(map).address = reinterpret_cast<uintptr_t>(address);
 }

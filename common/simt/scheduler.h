@@ -4,8 +4,8 @@
 #pragma once
 #include <stdint.h>
 
-#include <algorithm>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "async_view.h"
@@ -49,6 +49,7 @@ class Worker {
           smem_async_view(smem),
           threads(launch.num_threads),
           block_group{0, launch.num_threads},
+          wgmma_states((launch.num_threads + WARP_SIZE - 1) / WARP_SIZE),
           register_pool(launch.num_threads),
           random(0) {
         stacks.reserve(launch.num_threads);
@@ -83,7 +84,7 @@ class Worker {
         smem.poison();
         smem_async_view.begin_block();
         all_mbarriers.clear();
-        wgmma_states.assign(warp_groups.size(), {});
+        for (WgmmaState& wgmma : wgmma_states) wgmma.begin_block();
         for (NamedBarrier& barrier : named_barriers) barrier = {};
         register_pool.begin_block();
         num_exited = 0;
@@ -218,8 +219,11 @@ class Worker {
 
     // The loads that some thread waits for come first; returns how many they are.
     size_t sort_loads() {
-        const auto awaited = [this](const BulkCopy& load) { return is_awaited(load); };
-        return std::partition(loads.begin(), loads.end(), awaited) - loads.begin();
+        size_t awaited = 0;
+        for (BulkCopy& load : loads) {
+            if (is_awaited(load)) std::swap(load, loads[awaited++]);
+        }
+        return awaited;
     }
 
     // Any of the first so many.
@@ -230,7 +234,7 @@ class Worker {
         const BulkCopy load = loads[drawn];
         loads[drawn] = loads.back();
         loads.pop_back();
-        load.land();
+        load.land(load);
         running = interrupted;
     }
 

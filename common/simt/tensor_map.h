@@ -3,6 +3,8 @@
 #pragma once
 #include <stdint.h>
 
+#include <cstddef>
+
 namespace simt {
 
 constexpr int32_t VALID_TENSOR_MAP = 0x70616d74;
@@ -16,6 +18,13 @@ struct TensorMapFields {
     int32_t valid;  // VALID_TENSOR_MAP; 0 where the launch descriptor asks for no map
 };
 
-static_assert(sizeof(TensorMapFields) == 64 && sizeof(TensorMapFields) <= sizeof(TensorMap));
+static_assert(sizeof(TensorMapFields) == 64);
+
+// A box of a tensor, and its place in shared memory.
+struct TensorBox {
+    TensorMapFields map;
+    int first[4];          // d, row, head, batch of the box's first element
+    std::byte* in_shared;  // where that lies
+};
 
 }  // namespace simt

@@ -2,11 +2,11 @@
 #pragma once
 #include <stdint.h>
 
-#include <functional>
 #include <vector>
 
 #include "fiber.h"
 #include "report.h"
+#include "tensor_map.h"
 
 namespace simt {
 
@@ -43,9 +43,10 @@ struct AsyncCopy {
 struct BulkCopy {
     const char* name;
     Site site;
-    uint64_t group;              // of a store: how many groups its thread had committed
-    int mbarrier;                // of a load: its byte in shared memory
-    std::function<void()> land;  // does all of it
+    uint64_t group;  // of a store: how many groups its thread had committed
+    int mbarrier;    // of a load: its byte in shared memory
+    TensorBox box;
+    void (*land)(const BulkCopy&);  // does all of it
 };
 
 struct Thread {

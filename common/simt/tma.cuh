@@ -2,52 +2,46 @@
 // lands at any time after its issue, in half of the blocks as late as it may, and its place is
 // poison until then; a store reads shared memory in the wait that covers its group.
 #pragma once
-#include <algorithm>
-
 #include "async.h"
 #include "mbarrier.cuh"
 #include "tensor_map.h"
 
 namespace simt {
 
-// A box of a tensor, and its place in shared memory.
-struct TensorBox {
-    TensorMapFields map;
-    int first[4];          // d, row, head, batch of the box's first element
-    std::byte* in_shared;  // where that lies
+inline int box_bytes(const TensorBox& box) {
+    return box.map.box_rows * box.map.box_columns * int(sizeof(Element));
+}
 
-    int bytes() const { return map.box_rows * map.box_columns * int(sizeof(Element)); }
+// Bits 4-6 of an address change by its bits 7-9, or the lower ones of these; where a box begins all
+// of them are 0.
+inline size_t swizzled(const TensorMapFields& map, size_t place) {
+    const size_t bits = (1 << map.swizzle) - 1;
+    return place ^ (place >> 7 & bits) << 4;
+}
 
-    // copy(in_shared, in_tensor) for each element of the box, with nullptr outside of the tensor.
-    template <typename Copy>
-    void for_each_element(Copy copy) const {
-        for (int row = 0; row < map.box_rows; ++row) {
-            for (int col = 0; col < map.box_columns; ++col) {
-                const size_t place = (row * map.box_columns + col) * sizeof(Element);
-                copy(in_shared + swizzled(place),
-                     in_tensor(
-                         {first[0] + int64_t{col}, first[1] + int64_t{row}, first[2], first[3]}));
-            }
+// nullptr outside of the tensor.
+inline std::byte* element_address(const TensorMapFields& map, const int64_t (&index)[4]) {
+    int64_t offset = index[0] * int64_t{sizeof(Element)};
+    for (int axis = 0; axis < 4; ++axis) {
+        if (index[axis] < 0 || index[axis] >= map.sizes[axis]) return nullptr;
+        if (axis > 0) offset += index[axis] * map.strides[axis - 1];
+    }
+    return reinterpret_cast<std::byte*>(map.address) + offset;
+}
+
+// copy(in_shared, in_tensor) for each element of the box, with nullptr outside of the tensor.
+template <typename Copy>
+void for_each_element(const TensorBox& box, Copy copy) {
+    const auto [d, first_row, head, batch] = box.first;
+    for (int row = 0; row < box.map.box_rows; ++row) {
+        for (int col = 0; col < box.map.box_columns; ++col) {
+            const size_t place = (row * box.map.box_columns + col) * sizeof(Element);
+            copy(box.in_shared + swizzled(box.map, place),
+                 element_address(box.map,
+                                 {d + int64_t{col}, first_row + int64_t{row}, head, batch}));
         }
     }
-
-  private:
-    // Bits 4-6 of an address change by its bits 7-9, or the lower ones of these; where the box
-    // begins all of them are 0.
-    size_t swizzled(size_t place) const {
-        const size_t bits = (1 << map.swizzle) - 1;
-        return place ^ (place >> 7 & bits) << 4;
-    }
-
-    std::byte* in_tensor(const int64_t (&index)[4]) const {
-        int64_t offset = index[0] * int64_t{sizeof(Element)};
-        for (int axis = 0; axis < 4; ++axis) {
-            if (index[axis] < 0 || index[axis] >= map.sizes[axis]) return nullptr;
-            if (axis > 0) offset += index[axis] * map.strides[axis - 1];
-        }
-        return reinterpret_cast<std::byte*>(map.address) + offset;
-    }
-};
+}
 
 // The box that an instruction names, once it is certain that it can be copied.
 inline TensorBox tensor_box(const TensorMap& tensor_map, int d, int row, int head, int batch,
@@ -89,22 +83,41 @@ inline TensorBox tensor_box(const TensorMap& tensor_map, int d, int row, int hea
                  site.file_name(), site.line, span, row_bytes)
             .fail();
     }
-    const size_t alignment = std::max<size_t>(128, 8 * span);
+    const size_t alignment = max(128, 8 * span);
     if (reinterpret_cast<uintptr_t>(address) % alignment) {
         Report report = address_fault("misaligned access", operation, site);
         report.add("a multiple of %zu bytes, not the address ", alignment);
         describe_address(report, address);
         report.fail();
     }
-    require_shared(address, box.bytes(), operation, site);
+    require_shared(address, box_bytes(box), operation, site);
     return box;
 }
 
 // What a store reads of shared memory.
 inline std::vector<std::byte> read_box(const TensorBox& box, const char* operation, Site site) {
-    std::vector<std::byte> elements(box.bytes());
+    std::vector<std::byte> elements(box_bytes(box));
     read_async(box.in_shared, elements.size(), elements.data(), operation, site);
     return elements;
+}
+
+inline void land_load(const BulkCopy& load) {
+    Worker& worker = *Worker::current();
+    for_each_element(load.box, [](std::byte* to, const std::byte* from) {
+        const Element zero = {};
+        memcpy(to, from ? from : reinterpret_cast<const std::byte*>(&zero), sizeof(Element));
+    });
+    const std::byte* smem = worker.shared_memory().data;
+    worker.async_view().update(load.box.in_shared - smem, box_bytes(load.box));
+    const auto& barrier = reinterpret_cast<const Mbarrier&>(smem[load.mbarrier]);
+    complete_bytes(barrier, box_bytes(load.box), load.name, load.site);
+}
+
+inline void land_store(const BulkCopy& store) {
+    const auto elements = read_box(store.box, store.name, store.site);
+    for_each_element(store.box, [&](const std::byte* from, std::byte* to) {
+        if (to) memcpy(to, &elements[from - store.box.in_shared], sizeof(Element));
+    });
 }
 
 }  // namespace simt
@@ -126,17 +139,9 @@ inline void cp_async_bulk_tensor_load(Element* to_shared, const TensorMap& map, 
         report.fail();
     }
     const size_t offset = box.in_shared - worker.shared_memory().data;
-    memset(box.in_shared, simt::POISON, box.bytes());
-    worker.async_view().update(offset, box.bytes());
-    worker.start_load({NAME, site, 0, int(state.offset), [=, &worker, &barrier] {
-                           box.for_each_element([](std::byte* to, const std::byte* from) {
-                               const Element zero = {};
-                               memcpy(to, from ? from : reinterpret_cast<const std::byte*>(&zero),
-                                      sizeof(Element));
-                           });
-                           worker.async_view().update(offset, box.bytes());
-                           simt::complete_bytes(barrier, box.bytes(), NAME, site);
-                       }});
+    memset(box.in_shared, simt::POISON, simt::box_bytes(box));
+    worker.async_view().update(offset, simt::box_bytes(box));
+    worker.start_load({NAME, site, 0, int(state.offset), box, simt::land_load});
 }
 
 inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, int row, int head, int batch,
@@ -147,13 +152,7 @@ inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, int row, int
     const simt::TensorBox box =
         simt::tensor_box(map, d, row, head, batch, from_shared, true, NAME, site);
     simt::read_box(box, NAME, site);  // might be now
-    self.stores.push_back({NAME, site, self.num_store_groups, -1, [=] {
-                               const auto elements = simt::read_box(box, NAME, site);
-                               box.for_each_element([&](const std::byte* from, std::byte* to) {
-                                   if (to)
-                                       memcpy(to, &elements[from - box.in_shared], sizeof(Element));
-                               });
-                           }});
+    self.stores.push_back({NAME, site, self.num_store_groups, -1, box, simt::land_store});
 }
 
 inline void cp_async_bulk_commit_group() { ++simt::Worker::current()->self().num_store_groups; }
@@ -166,7 +165,7 @@ void cp_async_bulk_wait_group_read() {
     for (; landed < self.stores.size(); ++landed) {
         const simt::BulkCopy& store = self.stores[landed];
         if (store.group + PENDING >= self.num_store_groups) break;
-        store.land();
+        store.land(store);
     }
     self.stores.erase(self.stores.begin(), self.stores.begin() + landed);
 }

@@ -1,8 +1,6 @@
 // Registers that move between warpgroups, and barriers for some of a block's threads, for the host
 // compiler: the twin of common/device/warpgroup.cuh, which says what each does.
 #pragma once
-#include <algorithm>
-
 #include "attention.cuh"
 
 namespace simt {

@@ -3,12 +3,8 @@
 // group: only then D is written and A and B are no longer needed. Both are read at the issue, and
 // must be the same when it lands.
 #pragma once
-#include <algorithm>
-
 #include "async.h"
 #include "attention.cuh"
-
-enum Major { K_MAJOR, MN_MAJOR };
 
 namespace simt {
 
@@ -19,20 +15,6 @@ constexpr int CHUNK_BYTES = 16, CHUNK = CHUNK_BYTES / 2;  // what a swizzle move
 
 // D while it is written: a NaN that, unlike POISON, no arithmetic on it gives.
 constexpr uint32_t IN_FLIGHT = 0xffbfffff;
-
-// Of a matrix in shared memory the 64 bits, and which way it lies.
-struct WgmmaOperand {
-    uint64_t bits;
-    Major major;
-    const char* name;
-
-    // The bits' fields, in bytes.
-    int start() const { return (bits & 0x3fff) << 4; }
-    int leading() const { return (bits >> 16 & 0x3fff) << 4; }
-    int stride() const { return (bits >> 32 & 0x3fff) << 4; }
-    int swizzle() const { return (4 - (bits >> 62)) % 4; }
-    int row() const { return CHUNK_BYTES << swizzle(); }
-};
 
 inline Report operand_fault(const char* what, const WgmmaOperand& operand, Site site) {
     Report report = warp_fault(what, {WGMMA, site});
@@ -63,12 +45,12 @@ inline void require_operand(const WgmmaOperand& operand, int size, Site site) {
     }
 }
 
-// matrix[k][i] = the operand's element k of row (of B, column) first + i. The layouts are those that
+// As [WGMMA_K, size] the operand's rows (of B, columns) from `first` on. The layouts are those that
 // CUTLASS calls canonical, in cute/arch/mma_sm90_desc.hpp: a line of chunks along the contiguous
 // axis, and such lines in eights.
-template <typename T, int SIZE>
-void read_operand(float (&matrix)[WGMMA_K][SIZE], const WgmmaOperand& operand, int first,
-                  Site site) {
+template <typename T>
+std::vector<float> read_operand(const WgmmaOperand& operand, int size, int first, Site site) {
+    std::vector<float> matrix(WGMMA_K * size);
     const Buffer& smem = Worker::current()->shared_memory();
     const bool k_major = operand.major == K_MAJOR;
     const int row = operand.row(), row_chunks = row / CHUNK_BYTES;
@@ -77,7 +59,7 @@ void read_operand(float (&matrix)[WGMMA_K][SIZE], const WgmmaOperand& operand, i
     const int eight_lines = exchanged ? operand.leading() : operand.stride();
     const int next_row = exchanged ? operand.stride() : operand.leading();
     const int first_line = k_major ? first : 0, first_chunk = k_major ? 0 : first / CHUNK;
-    const int lines = k_major ? SIZE : WGMMA_K, chunks = (k_major ? WGMMA_K : SIZE) / CHUNK;
+    const int lines = k_major ? size : WGMMA_K, chunks = (k_major ? WGMMA_K : size) / CHUNK;
     for (int i = 0; i < lines; ++i) {
         const int line = first_line + i;
         for (int j = 0; j < chunks; ++j) {
@@ -93,11 +75,12 @@ void read_operand(float (&matrix)[WGMMA_K][SIZE], const WgmmaOperand& operand, i
             T elements[CHUNK];
             read_async(smem.data + offset, CHUNK_BYTES, elements, WGMMA, site);
             for (int e = 0; e < CHUNK; ++e) {
-                float& element = k_major ? matrix[CHUNK * j + e][i] : matrix[i][CHUNK * j + e];
-                element = to_float(elements[e]);
+                const int k = k_major ? CHUNK * j + e : i, column = k_major ? i : CHUNK * j + e;
+                matrix[k * size + column] = to_float(elements[e]);
             }
         }
     }
+    return matrix;
 }
 
 // What a thread brings to a wgmma.
@@ -132,121 +115,111 @@ void for_each_register(int tiles, Function function) {
     }
 }
 
-// The warp's rows of D: as a wgmma in flight will leave them, or else what the registers hold.
-inline std::shared_ptr<Accumulator> find_accumulator(const WgmmaState& wgmma,
-                                                     Payloads<WgmmaShare> lanes) {
+// From the next product on the warp's registers are in flight.
+inline void join_accumulator(WgmmaState& wgmma, Payloads<WgmmaShare> lanes) {
     const int tiles = lanes[0].tiles;
-    for (const AsyncProduct& product : wgmma.products) {
-        if (product.d->registers[0] == lanes[0].d && product.d->tiles == tiles) return product.d;
+    if (Accumulator* known = wgmma.accumulator(lanes[0].d, tiles)) {
+        ++known->products;
+        return;
     }
-    auto d = std::make_shared<Accumulator>();
-    d->tiles = tiles;
-    d->sum.resize(WARP_ROWS * 8 * tiles);
-    for (int lane = 0; lane < WARP_SIZE; ++lane) d->registers[lane] = lanes[lane].d;
+    Accumulator d = {.tiles = tiles, .products = 1};
+    d.sum.resize(WARP_ROWS * 8 * tiles);
+    for (int lane = 0; lane < WARP_SIZE; ++lane) d.registers[lane] = lanes[lane].d;
     for_each_register(tiles, [&](int lane, int i, int element) {
-        d->sum[element] = d->registers[lane][i];
-        memcpy(&d->registers[lane][i], &IN_FLIGHT, sizeof(IN_FLIGHT));
+        d.sum[element] = d.registers[lane][i];
+        memcpy(&d.registers[lane][i], &IN_FLIGHT, sizeof(IN_FLIGHT));
     });
-    return d;
+    wgmma.accumulators.push_back(d);
 }
 
-// The same from a warp's registers: lane 4 g + t has in a[i] the elements k and k + 1 of row r, with
-// r = g + 8 (i % 2) and k = 2 t + 8 (i / 2).
+// Lane 4 g + t has in a[i] the elements k and k + 1 of row r, with r = g + 8 (i % 2) and
+// k = 2 t + 8 (i / 2).
 template <typename T>
-void read_registers(float (&matrix)[WGMMA_K][WARP_ROWS], const uint32_t (&a)[WARP_SIZE][4]) {
+std::vector<float> read_registers(const uint32_t (&a)[WARP_SIZE][4]) {
+    std::vector<float> matrix(WGMMA_K * WARP_ROWS);
     for (int lane = 0; lane < WARP_SIZE; ++lane) {
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i % 2 * 8, k = lane % 4 * 2 + i / 2 * 8;
-            matrix[k][row] = to_float(T{static_cast<uint16_t>(a[lane][i])});
-            matrix[k + 1][row] = to_float(T{static_cast<uint16_t>(a[lane][i] >> 16)});
+            float* element = &matrix[k * WARP_ROWS + row];
+            element[0] = to_float(T{static_cast<uint16_t>(a[lane][i])});
+            element[WARP_ROWS] = to_float(T{static_cast<uint16_t>(a[lane][i] >> 16)});
         }
     }
+    return matrix;
+}
+
+template <typename T>
+WgmmaElements read_operands(const AsyncProduct& product) {
+    const int warp = Worker::current()->running_thread() % WARPGROUP_SIZE / WARP_SIZE;
+    const Site site = product.site;
+    return {product.a_registers[0] ? read_registers<T>(product.a_held)
+                                   : read_operand<T>(product.a, WARP_ROWS, warp * WARP_ROWS, site),
+            read_operand<T>(product.b, 8 * product.tiles, 0, site)};
 }
 
 // sum += A B in the order of k. A product of two 16-bit numbers is exact in float; the hardware may
 // add in any order and round in other ways.
-template <int N>
-void multiply_add(float* sum, const float (&a)[WGMMA_K][WARP_ROWS], const float (&b)[WGMMA_K][N]) {
+inline void multiply_add(std::vector<float>& sum, const WgmmaElements& elements, int columns) {
     for (int row = 0; row < WARP_ROWS; ++row) {
-        float row_sum[N];
-        memcpy(row_sum, sum + row * N, sizeof(row_sum));
         for (int k = 0; k < WGMMA_K; ++k) {
-            for (int col = 0; col < N; ++col) row_sum[col] += a[k][row] * b[k][col];
+            const float a = elements.a[k * WARP_ROWS + row];
+            const float* b = &elements.b[k * columns];
+            float* row_sum = &sum[row * columns];
+            for (int col = 0; col < columns; ++col) row_sum[col] += a * b[col];
         }
-        memcpy(sum + row * N, row_sum, sizeof(row_sum));
     }
 }
 
-// A warp's 16 rows of A, and B.
-template <int N>
-struct Operands {
-    float a[WGMMA_K][WARP_ROWS], b[WGMMA_K][N];
-};
-
-[[noreturn]] inline void fail_overwritten(const WgmmaOperand& operand, Site site) {
-    operand_fault("write to an operand of a wgmma in flight", operand, site)
-        .add("has changed before the wgmma has landed")
-        .fail();
-}
-
 // The warp's share of a product that all threads of the warpgroup start.
-template <typename T, int TILES>
-AsyncProduct make_product(Payloads<WgmmaShare> lanes, const WgmmaOperand& a_operand,
-                          const WgmmaOperand& b_operand, Site site) {
-    constexpr int N = 8 * TILES;
-    Worker& worker = *Worker::current();
-    WgmmaState& wgmma = worker.wgmma();
+template <typename T>
+void start_product(Payloads<WgmmaShare> lanes, WgmmaOperand a, WgmmaOperand b, Site site) {
+    WgmmaState& wgmma = Worker::current()->wgmma();
     if (!wgmma.fenced) {
         warp_fault("missing wgmma_fence", {WGMMA, site})
             .add(": call it before the first wgmma of each group")
             .fail();
     }
     const WgmmaShare& share = lanes[0];
-    if (!share.a) require_operand(a_operand, 4 * WARP_ROWS, site);
-    require_operand(b_operand, N, site);
-    AsyncProduct product = {site, wgmma.num_groups, find_accumulator(wgmma, lanes)};
+    if (!share.a) require_operand(a, 4 * WARP_ROWS, site);
+    require_operand(b, 8 * share.tiles, site);
+    AsyncProduct product = {.site = site,
+                            .group = wgmma.num_groups,
+                            .a = a,
+                            .b = b,
+                            .accumulate = share.accumulate,
+                            .d = share.d,
+                            .tiles = share.tiles,
+                            .read = read_operands<T>};
     for (int lane = 0; share.a && lane < WARP_SIZE; ++lane) {
         product.a_registers[lane] = lanes[lane].a;
-        memcpy(product.a[lane], lanes[lane].a, sizeof(product.a[lane]));
+        memcpy(product.a_held[lane], lanes[lane].a, sizeof(product.a_held[lane]));
     }
-    const int first_row = worker.running_thread() % WARPGROUP_SIZE / WARP_SIZE * WARP_ROWS;
-    const auto read = [=](const AsyncProduct& product, Operands<N>& operands) {
-        if (product.a_registers[0]) {
-            read_registers<T>(operands.a, product.a);
-        } else {
-            read_operand<T>(operands.a, a_operand, first_row, site);
-        }
-        read_operand<T>(operands.b, b_operand, 0, site);
-    };
-    const auto issued = std::make_shared<Operands<N>>();
-    read(product, *issued);
-    product.multiply = [=, accumulate = share.accumulate](const AsyncProduct& product) {
-        Operands<N> landing;
-        read(product, landing);
-        if (memcmp(landing.a, issued->a, sizeof(landing.a))) fail_overwritten(a_operand, site);
-        if (memcmp(landing.b, issued->b, sizeof(landing.b))) fail_overwritten(b_operand, site);
-        std::vector<float>& sum = product.d->sum;
-        if (!accumulate) std::fill(sum.begin(), sum.end(), 0.0f);
-        multiply_add<N>(sum.data(), landing.a, landing.b);
-    };
-    return product;
+    product.issued = product.read(product);
+    join_accumulator(wgmma, lanes);
+    wgmma.products.push_back(product);
 }
 
 // Each warp meets on its own first: what the others write then is not waited for.
-template <typename T, int TILES>
+template <typename T>
 void start_wgmma(WgmmaShare share, Major a_major, Major b_major, Site site) {
-    static_assert(TILES % 2 == 0 && TILES <= 32);
     const Operation of_warpgroup = {WGMMA, site}, of_warp = {WGMMA, site, ALL_LANES};
     Group& warpgroup = warpgroup_for(of_warpgroup);
     Group& warp = warp_for(of_warp);
     collective(warp, of_warp, share, [&](Payloads<WgmmaShare> lanes) {
         require_same(warp, of_warp, lanes);
-        Worker::current()->wgmma().products.push_back(make_product<T, TILES>(
-            lanes, {share.a_bits, a_major, "A"}, {share.b_bits, b_major, "B"}, site));
+        start_product<T>(lanes, {share.a_bits, a_major, "A"}, {share.b_bits, b_major, "B"}, site);
     });
     collective(warpgroup, of_warpgroup, share, [&](Payloads<WgmmaShare> threads) {
         require_same(warpgroup, of_warpgroup, threads);
     });
+}
+
+inline void require_unchanged(const std::vector<float>& issued, const std::vector<float>& landing,
+                              const WgmmaOperand& operand, Site site) {
+    if (!memcmp(issued.data(), landing.data(), issued.size() * sizeof(float))) return;
+    operand_fault("write to an operand of a wgmma in flight", operand, site)
+        .add("has changed before the wgmma has landed")
+        .fail();
 }
 
 [[noreturn]] inline void fail_changed(const AsyncProduct& product, int lane, const char* operand) {
@@ -259,18 +232,25 @@ void start_wgmma(WgmmaShare share, Major a_major, Major b_major, Site site) {
 }
 
 // With the last product that writes it, D goes to the registers.
-inline void land(AsyncProduct& product) {
-    product.multiply(product);
+inline void land(const AsyncProduct& product, WgmmaState& wgmma) {
+    const WgmmaElements landing = product.read(product);
+    require_unchanged(product.issued.a, landing.a, product.a, product.site);
+    require_unchanged(product.issued.b, landing.b, product.b, product.site);
     for (int lane = 0; product.a_registers[0] && lane < WARP_SIZE; ++lane) {
-        if (memcmp(product.a_registers[lane], product.a[lane], sizeof(product.a[lane])))
+        if (memcmp(product.a_registers[lane], product.a_held[lane], sizeof(product.a_held[lane])))
             fail_changed(product, lane, "A");
     }
-    if (product.d.use_count() > 1) return;
-    for_each_register(product.d->tiles, [&](int lane, int i, int element) {
-        float& d = product.d->registers[lane][i];
-        if (memcmp(&d, &IN_FLIGHT, sizeof(d))) fail_changed(product, lane, "D");
-        d = product.d->sum[element];
+    Accumulator& d = *wgmma.accumulator(product.d, product.tiles);
+    if (!product.accumulate) d.sum.assign(d.sum.size(), 0);
+    multiply_add(d.sum, landing, 8 * product.tiles);
+    if (--d.products) return;
+    for_each_register(d.tiles, [&](int lane, int i, int element) {
+        float& held = d.registers[lane][i];
+        if (memcmp(&held, &IN_FLIGHT, sizeof(held))) fail_changed(product, lane, "D");
+        held = d.sum[element];
     });
+    std::swap(d, wgmma.accumulators.back());
+    wgmma.accumulators.pop_back();
 }
 
 // Lands all but the `pending` latest groups; what is in no group yet is newer than all of them.
@@ -282,10 +262,9 @@ inline void land_groups(const Operation& operation, int pending) {
         WgmmaState& wgmma = Worker::current()->wgmma();
         size_t landed = 0;
         for (; landed < wgmma.products.size(); ++landed) {
-            AsyncProduct& product = wgmma.products[landed];
+            const AsyncProduct& product = wgmma.products[landed];
             if (product.group + pending >= wgmma.num_groups) break;
-            land(product);
-            product.d = nullptr;
+            land(product, wgmma);
         }
         wgmma.products.erase(wgmma.products.begin(), wgmma.products.begin() + landed);
     });
@@ -298,8 +277,10 @@ inline NoRegisters no_registers;
 template <typename Registers>
 void require_landed(const Registers& registers, const Operation& operation) {
     const void *begin = &registers, *end = &registers + 1;
-    for (const AsyncProduct& product : Worker::current()->wgmma().products) {
-        for (const void* used : {static_cast<const void*>(product.d->registers[lane_id()]),
+    WgmmaState& wgmma = Worker::current()->wgmma();
+    for (const AsyncProduct& product : wgmma.products) {
+        const float* d = wgmma.accumulator(product.d, product.tiles)->registers[lane_id()];
+        for (const void* used : {static_cast<const void*>(d),
                                  static_cast<const void*>(product.a_registers[lane_id()])}) {
             if (used < begin || used >= end) continue;
             warp_fault("registers of a wgmma in flight", operation)
@@ -368,11 +349,13 @@ void wgmma_wait_group(A& a = simt::no_registers, B& b = simt::no_registers,
 template <typename T, Major A_MAJOR, Major B_MAJOR, int TILES>
 void wgmma_m64nNk16(float (&d)[TILES][4], uint64_t a, uint64_t b, bool accumulate,
                     simt::Site site = simt::Site::here()) {
-    simt::start_wgmma<T, TILES>({a, b, accumulate, nullptr, d[0], TILES}, A_MAJOR, B_MAJOR, site);
+    static_assert(TILES % 2 == 0 && TILES <= 32);
+    simt::start_wgmma<T>({a, b, accumulate, nullptr, d[0], TILES}, A_MAJOR, B_MAJOR, site);
 }
 
 template <typename T, Major B_MAJOR, int TILES>
 void wgmma_m64nNk16(float (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                     simt::Site site = simt::Site::here()) {
-    simt::start_wgmma<T, TILES>({0, b, accumulate, a, d[0], TILES}, K_MAJOR, B_MAJOR, site);
+    static_assert(TILES % 2 == 0 && TILES <= 32);
+    simt::start_wgmma<T>({0, b, accumulate, a, d[0], TILES}, K_MAJOR, B_MAJOR, site);
 }
