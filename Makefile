@@ -15,7 +15,7 @@ else
     READY := .venv/.ready$(if $(GPU),-gpu)
 endif
 
-CXX_FILES = $$(find steps common verify -name '*.cu' -o -name '*.cuh' -o -name '*.h')
+CXX_FILES = $$(find steps common verify -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -1,7 +1,7 @@
 """The SIMT backend: executes steps on the CPU to check them. common/simt/ says what it watches for.
 
 A step becomes a program of its own, so that nothing a kernel does can hurt this process. The
-program reads one request (struct Request of common/simt/run.h) from stdin and writes o, lse,
+program reads one request (struct Request of common/simt/run.cpp) from stdin and writes o, lse,
 workspaces and counts to stdout, or a report of what a kernel did wrong to stderr.
 """
 
@@ -119,14 +119,22 @@ class CpuBackend:
         return step.limits.refusal(spec)
 
     def build(self, step: Step, spec: Specialization) -> Path:
+        suffix = "_sanitize" if self.sanitize else ""
+        flags = [*COMMON_FLAGS, *(SANITIZED_FLAGS if self.sanitize else ())]
+        runtime = [
+            compile_cached(
+                host_compiler(), [*flags, "-c"], source, SIMT_DIR, f"{source.stem}{suffix}.o"
+            ).path
+            for source in sorted(SIMT_DIR.glob("*.cpp"))
+        ]
         flags = [
-            *COMMON_FLAGS,
-            *(SANITIZED_FLAGS if self.sanitize else ()),
+            *map(str, runtime),  # before what says that all further files are C++
+            *flags,
             f"-DHEAD_DIM={spec.head_dim}",
             f"-DELEMENT={spec.dtype}",
             f"-DCAUSAL={int(spec.causal)}",
         ]
-        name = f"{step.path.stem}_{spec}_simt{'_sanitize' if self.sanitize else ''}"
+        name = f"{step.path.stem}_{spec}_simt{suffix}"
         return compile_cached(host_compiler(), flags, step.path, SIMT_DIR, name).path
 
     def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:

@@ -123,7 +123,7 @@ def _legend(drawing: Drawing, y: float) -> None:
     for n, text in enumerate(
         (
             "Copies: from the start to the first use.",
-            "Products: from the start, or the end of the warpgroup's one before, until seen to be complete.",
+            "Products: from the start, or the end of the warpgroup's one before, until seen done.",
         )
     ):
         drawing.text(18, y + 28 + 18 * n, text, color=MUTED)

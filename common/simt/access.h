@@ -1,6 +1,7 @@
 // What every access through a wrapper passes: checks of its address, and the count of bank
 // conflicts.
 #pragma once
+#include "scheduler.h"
 #include "trap.h"
 
 namespace simt {

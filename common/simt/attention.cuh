@@ -18,7 +18,10 @@
 //     fiber.h       switching stacks                 memory.h     buffers between guard pages
 //     trap.h        signals become reports           report.h     how a report is written
 //     sanitizer.h   fibers and AddressSanitizer      random.h     numbers drawn from the seed
-//     run.h         main(), the launches             clock.cuh    a clock that counts its readings
+//     run.cpp       main(), the launches             clock.cuh    a clock that counts its readings
+//
+// The .cpp files, run.cpp and those that are named like a header, are compiled once; each step is
+// linked with them.
 //
 // A new instruction is a function with the name of its wrapper in common/device. If threads execute
 // it together, it is a call of collective(). If a thread waits in it for something else, it calls
@@ -34,5 +37,4 @@
 using Element = ELEMENT;  // -DELEMENT=bf16, fp16 or fp32
 
 #include "../launch.h"
-#include "run.h"
 #include "vector.h"

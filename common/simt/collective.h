@@ -3,8 +3,6 @@
 // warp, a warpgroup or a block executes together is a call of collective() with a payload of its
 // own.
 #pragma once
-#include <bit>
-
 #include "scheduler.h"
 
 namespace simt {
@@ -25,19 +23,7 @@ class Payloads {
 // Whether the running thread is the last one to arrive. Threads that arrive at different
 // collectives while each expects the other never complete either; the scheduler reports them when
 // no thread can go on.
-inline bool arrive_last(Group& group, const Operation& operation) {
-    for (Rendezvous& rendezvous : group.open) {
-        if (rendezvous.operation != operation) continue;
-        if (++rendezvous.arrived < rendezvous.expected) return false;
-        rendezvous = group.open.back();
-        group.open.pop_back();
-        return true;
-    }
-    const int expected = operation.mask ? std::popcount(operation.mask) : group.num_threads;
-    if (expected == 1) return true;
-    group.open.push_back({operation, expected, 1});
-    return false;
-}
+bool arrive_last(Group& group, const Operation& operation);
 
 // complete(Payloads<Payload>) runs once, when all of the group's threads (or the lanes that
 // operation.mask names) are here.

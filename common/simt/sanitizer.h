@@ -10,12 +10,6 @@
 
 #if SIMT_ADDRESS_SANITIZER
 #include <sanitizer/common_interface_defs.h>
-
-// Leaks mean nothing in a program that runs once, and a second stack for each fiber costs too much.
-// Not inline, since that would be a weak symbol like the runtime's own.
-extern "C" const char* __asan_default_options() {
-    return "detect_leaks=0:detect_stack_use_after_return=0";
-}
 #endif
 
 namespace simt {

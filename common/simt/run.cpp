@@ -2,19 +2,23 @@
 // request from stdin, executes the kernels and writes to stdout o, lse, the workspaces and, where
 // bank conflicts are counted, a line for each place that accesses shared memory. common/cpu.py is
 // the other side.
-#pragma once
 #include <dlfcn.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <utility>
 
-#include "cuda.h"
+struct Element;  // here only pointers to some
+
+#include "../launch.h"
+#include "scheduler.h"
 #include "tensor_map.h"
 #include "trap.h"
 
 extern "C" LaunchDescriptor launch_descriptor;  // each step defines its own
 
 namespace simt {
+namespace {
 
 enum { Q, K, V, O, LSE, WORKSPACE0, WORKSPACE1, NUM_BUFFERS };
 constexpr const char* BUFFER_NAMES[NUM_BUFFERS] = {
@@ -46,17 +50,17 @@ constexpr int MAX_BLOCKS = INT32_MAX, MAX_THREADS = 1024;  // the limits of ever
 
 using Kernel = void (*)(AttentionParams);
 
-inline Kernel kernel;
-inline AttentionParams kernel_params;
+Kernel kernel;
+AttentionParams kernel_params;
 
-inline BankCounter bank_counter;  // of all workers that have ended
-inline pthread_mutex_t bank_counter_mutex = PTHREAD_MUTEX_INITIALIZER;
+BankCounter bank_counter;  // of all workers that have ended
+pthread_mutex_t bank_counter_mutex = PTHREAD_MUTEX_INITIALIZER;
 
-inline void read_exactly(void* to, size_t bytes) {
+void read_exactly(void* to, size_t bytes) {
     if (fread(to, 1, bytes, stdin) != bytes) Report().add("the request ends too early").fail();
 }
 
-inline void write_exactly(FILE* file, const void* from, size_t bytes) {
+void write_exactly(FILE* file, const void* from, size_t bytes) {
     if (fwrite(from, 1, bytes, file) != bytes) Report().add("the answer cannot be written").fail();
 }
 
@@ -72,7 +76,7 @@ class Grid {
 
     // Returns when all blocks have run.
     void run(int num_workers) {
-        std::vector<pthread_t> os_threads(min(num_workers, order.size()));
+        std::vector<pthread_t> os_threads(std::min<size_t>(num_workers, order.size()));
         for (pthread_t& os_thread : os_threads) {
             if (pthread_create(&os_thread, nullptr, run_worker, this))
                 Report().add("no OS thread to be had").fail();
@@ -104,7 +108,7 @@ class Grid {
     size_t next = 0;  // of order; taken by all workers
 };
 
-inline void launch_kernel(const Request& request, int index) {
+void launch_kernel(const Request& request, int index) {
     const KernelRequest& asked = request.kernels[index];
     kernel = reinterpret_cast<Kernel>(dlsym(RTLD_DEFAULT, asked.name));
     if (!kernel)
@@ -140,11 +144,11 @@ inline void launch_kernel(const Request& request, int index) {
 
 static_assert(sizeof(TensorMapFields) <= sizeof(TensorMap));
 
-inline void set_address(TensorMap& map, const std::byte* address) {
+void set_address(TensorMap& map, const std::byte* address) {
     reinterpret_cast<TensorMapFields&>(map).address = reinterpret_cast<uintptr_t>(address);
 }
 
-inline int run_request() {
+int run_request() {
     // Whatever a kernel prints must not mix with the answer.
     FILE* answer = fdopen(dup(STDOUT_FILENO), "wb");
     dup2(STDERR_FILENO, STDOUT_FILENO);
@@ -178,8 +182,7 @@ inline int run_request() {
     set_address(kernel_params.v_map, pointers[V]);
     set_address(kernel_params.o_map, pointers[O]);
 
-    time_limit_s = request.time_limit_s;
-    install_traps();
+    install_traps(request.time_limit_s);
     for (int i = 0; i < 3 && request.kernels[i].name[0]; ++i) launch_kernel(request, i);
     for (int i = O; i < NUM_BUFFERS; ++i)
         if (pointers[i]) write_exactly(answer, pointers[i], request.buffers[i].bytes);
@@ -190,6 +193,7 @@ inline int run_request() {
     return fflush(answer);
 }
 
+}  // namespace
 }  // namespace simt
 
 int main(int argc, char** argv) {
