@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from common.errors import UsageError
 
+MIN_VERSION = 12040  # of CUDA, 12.4: cuKernelGetParamInfo
+
 
 def bindings():
-    """The module cuda.bindings.driver. Raises UsageError where it is missing."""
+    """The module cuda.bindings.driver. Raises UsageError without it or with a driver too old."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
         raise UsageError(
             f"cuda-bindings cannot be imported ({error}): pip install cuda-bindings"
         ) from None
+    version = driver.cuDriverGetVersion()[1]
+    if version < MIN_VERSION:
+        had, needed = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, MIN_VERSION))
+        raise UsageError(f"the driver is of CUDA {had}: install one of CUDA {needed} or newer")
     return driver
 
 

@@ -12,7 +12,7 @@ import torch
 
 from common import attention
 from common.cpu import CpuBackend
-from common.driver import call
+from common.driver import bindings, call
 from common.errors import UsageError
 from common.launch import Box, LaunchDescriptor
 from common.step import read_step
@@ -106,6 +106,16 @@ def test_without_cuda_bindings_the_package_is_named(monkeypatch) -> None:
     maps = maps_of(torch.zeros(1, 1, 7, 64, dtype=BF16), Box(16, 64, B128))
     with pytest.raises(UsageError, match=r"cannot be imported .* pip install cuda-bindings"):
         encode_for_gpu("v08", maps)
+
+
+def test_a_driver_that_is_too_old_is_named(monkeypatch) -> None:
+    driver = MagicMock()
+    driver.cuDriverGetVersion.return_value = 0, 12020
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    with pytest.raises(UsageError, match=r"driver is of CUDA 12\.2: install one of CUDA 12\.4"):
+        bindings()
+    driver.cuDriverGetVersion.return_value = 0, 12040
+    assert bindings() is driver
 
 
 def test_a_call_of_the_driver_that_fails_is_named(monkeypatch) -> None:

@@ -1,11 +1,9 @@
 // Memory between guard pages: an access past either end of a buffer is a trap, and a known address
 // says which buffer.
 #pragma once
-#include <signal.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/ucontext.h>
 #include <unistd.h>
 
 #include <cstddef>
@@ -126,27 +124,5 @@ class Buffer {
 
     GuardedPages pages;
 };
-
-// Whether the trapped access was a write.
-inline bool trapped_on_write(const void* context) {
-    [[maybe_unused]] const auto* machine = static_cast<const ucontext_t*>(context);
-#if defined(__linux__) && defined(__x86_64__)
-    return machine->uc_mcontext.gregs[REG_ERR] & 2;
-#elif defined(__linux__) && defined(__aarch64__)
-    // The exception syndrome is one of the records after the registers; its bit 6 says write.
-    const auto* record = reinterpret_cast<const _aarch64_ctx*>(machine->uc_mcontext.__reserved);
-    while (record->magic && record->magic != ESR_MAGIC) {
-        record = reinterpret_cast<const _aarch64_ctx*>(reinterpret_cast<const char*>(record) +
-                                                       record->size);
-    }
-    return record->magic && reinterpret_cast<const esr_context*>(record)->esr & 1 << 6;
-#elif defined(__APPLE__) && defined(__x86_64__)
-    return machine->uc_mcontext->__es.__err & 2;
-#elif defined(__APPLE__) && defined(__aarch64__)
-    return machine->uc_mcontext->__es.__esr & 1 << 6;
-#else
-#error "add how this platform tells a trapped read from a trapped write"
-#endif
-}
 
 }  // namespace simt

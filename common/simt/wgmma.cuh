@@ -115,7 +115,8 @@ void for_each_register(int tiles, Function function) {
     }
 }
 
-// From the next product on the warp's registers are in flight.
+// One more product will write the warp's registers of D: from the first of them on they hold
+// IN_FLIGHT.
 inline void join_accumulator(WgmmaState& wgmma, Payloads<WgmmaShare> lanes) {
     const int tiles = lanes[0].tiles;
     if (Accumulator* known = wgmma.accumulator(lanes[0].d, tiles)) {
