@@ -119,22 +119,14 @@ class CpuBackend:
         return step.limits.refusal(spec)
 
     def build(self, step: Step, spec: Specialization) -> Path:
-        suffix = "_sanitize" if self.sanitize else ""
-        flags = [*COMMON_FLAGS, *(SANITIZED_FLAGS if self.sanitize else ())]
-        runtime = [
-            compile_cached(
-                host_compiler(), [*flags, "-c"], source, SIMT_DIR, f"{source.stem}{suffix}.o"
-            ).path
-            for source in sorted(SIMT_DIR.glob("*.cpp"))
-        ]
         flags = [
-            *map(str, runtime),  # before what says that all further files are C++
-            *flags,
+            *_runtime(self.sanitize),  # before the flag that says that all further files are C++
+            *_flags(self.sanitize),
             f"-DHEAD_DIM={spec.head_dim}",
             f"-DELEMENT={spec.dtype}",
             f"-DCAUSAL={int(spec.causal)}",
         ]
-        name = f"{step.path.stem}_{spec}_simt{suffix}"
+        name = f"{step.path.stem}_{spec}_simt{'_sanitize' if self.sanitize else ''}"
         return compile_cached(host_compiler(), flags, step.path, SIMT_DIR, name).path
 
     def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
@@ -235,6 +227,21 @@ class CpuBackend:
             workspace.append(torch.from_numpy(part.copy()))
             offset += bytes_
         return workspace, _read_accesses(answer[offset:])
+
+
+def _flags(sanitize: bool) -> tuple[str, ...]:
+    return COMMON_FLAGS + (SANITIZED_FLAGS if sanitize else ())
+
+
+@cache
+def _runtime(sanitize: bool) -> tuple[str, ...]:
+    """Paths of the objects that every step is linked with."""
+    flags = [*_flags(sanitize), "-c"]
+    suffix = "_sanitize.o" if sanitize else ".o"
+    return tuple(
+        str(compile_cached(host_compiler(), flags, source, SIMT_DIR, source.stem + suffix).path)
+        for source in sorted(SIMT_DIR.glob("*.cpp"))
+    )
 
 
 @cache

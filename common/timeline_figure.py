@@ -6,8 +6,7 @@ import math
 from itertools import pairwise
 from statistics import median
 
-from common.drawing import MUTED, SMALL, TITLE, WIDTH, Drawing
-from common.figures import TINTS
+from common.drawing import MUTED, SMALL, TINTS, TITLE, WIDTH, Drawing
 from common.record_form import TIMELINE_TILES
 
 LEFT, RIGHT = 96, WIDTH - 24  # of the rows, in pixels

@@ -5,7 +5,6 @@ The layouts are written down here once more, from the tables of the PTX ISA.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 
 from common.backend import Backend
 from common.cpu import CpuBackend
-from common.gpu import GpuBackend
 from common.step import ROOT, Step, read_step
 from verify.little_kernels import Fault, expect_report, run, write_faults, write_step
 
@@ -71,19 +69,6 @@ def run_words(backend: Backend, dtype: torch.dtype) -> Words:
     results = lse.cpu().view(torch.int32).numpy()
     plain, transposed, d, packed, power = np.split(results, [4, 8, 12, 13], axis=1)
     return Words(dtype, a, k_words[:, :2], k_words[:, 2:], c, plain, transposed, d, packed, power)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        CpuBackend,
-        lambda: CpuBackend(seed=1, sanitize=True),
-        pytest.param(GpuBackend, marks=pytest.mark.gpu),
-    ],
-    ids=["cpu", "sanitized", "gpu"],
-)
-def make_backend(request) -> Callable[[], Backend]:
-    return request.param
 
 
 @pytest.fixture(scope="module", params=[BF16, FP16], ids=str)

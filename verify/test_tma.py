@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from common.cpu import CpuBackend
-from common.gpu import GpuBackend
 from common.step import ROOT, Step, read_step
 from verify.little_kernels import (
     Fault,
@@ -61,19 +60,6 @@ def make_places(columns: int, head_dim: int) -> torch.Tensor:
     places += [[int(rng.choice(end)) for end in ends] for _ in range(30)]
     places += [[0, -2000, 0, 0], [30000, 30000, 30000, 30000]]
     return torch.tensor(places, dtype=torch.int16)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        lambda: CpuBackend(),
-        lambda: CpuBackend(seed=1, sanitize=True),
-        pytest.param(GpuBackend, marks=pytest.mark.gpu),
-    ],
-    ids=["cpu", "sanitized", "gpu"],
-)
-def make_backend(request):
-    return request.param
 
 
 @pytest.fixture(scope="module", params=HEAD_DIMS)

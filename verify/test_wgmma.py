@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from common.cpu import CpuBackend, SimtError
-from common.gpu import GpuBackend
 from common.step import ROOT, Step, read_step
 from verify.little_kernels import (
     Fault,
@@ -26,15 +25,6 @@ BLOCKS, M, K, N = 128, 64, 32, 256
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize(
-    "make_backend",
-    [
-        CpuBackend,
-        lambda: CpuBackend(seed=1, sanitize=True),
-        pytest.param(GpuBackend, marks=pytest.mark.gpu),
-    ],
-    ids=["cpu", "sanitized", "gpu"],
-)
 def test_products(make_backend, dtype):
     """A block of verify/instructions/wgmma.cu multiplies A and B of one size in one layout."""
     backend = make_backend()

@@ -11,7 +11,6 @@ import torch
 
 from common.backend import Backend
 from common.cpu import CpuBackend
-from common.gpu import GpuBackend
 from common.step import ROOT, Step, read_step
 from verify.little_kernels import Fault, expect_report, run, write_faults, write_step
 
@@ -38,15 +37,6 @@ def results(q, k, v, s):
     )
 
 
-@pytest.mark.parametrize(
-    "make_backend",
-    [
-        CpuBackend,
-        lambda: CpuBackend(seed=1, sanitize=True),
-        pytest.param(GpuBackend, marks=pytest.mark.gpu),
-    ],
-    ids=["cpu", "sanitized", "gpu"],
-)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_arithmetic(make_backend: Callable[[], Backend], dtype: torch.dtype) -> None:
     backend = make_backend()

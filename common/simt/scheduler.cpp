@@ -12,7 +12,6 @@ Worker::Worker(const Launch& launch)
       smem_async_view(smem),
       threads(launch.num_threads),
       block_group{0, launch.num_threads},
-      wgmma_states((launch.num_threads + WARP_SIZE - 1) / WARP_SIZE),
       register_pool(launch.num_threads),
       random(0) {
     stacks.reserve(launch.num_threads);
@@ -23,6 +22,7 @@ Worker::Worker(const Launch& launch)
     for (int i = 0; i < launch.num_threads; i += WARP_SIZE) {
         const int lanes = launch.num_threads - i;
         warp_groups.push_back({i, lanes < WARP_SIZE ? lanes : WARP_SIZE});
+        wgmma_states.emplace_back();
     }
     for (int i = 0; i < launch.num_threads; i += WARPGROUP_SIZE) {
         const int rest = launch.num_threads - i;
