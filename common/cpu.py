@@ -46,6 +46,7 @@ SANITIZED_FLAGS = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover
 
 FAULT_EXIT_CODE = 65  # of common/simt/report.h
 POISON = -1  # all bits set, as in common/simt/memory.h: NaN in every dtype
+MULTIPROCESSORS = 2  # few, so that blocks that stay have much to do; with an odd seed one more
 MAX_WORKERS = 16  # each has a stack for every thread of a block
 MIN_TIME_LIMIT_S = 60
 MULTIPLY_ADDS_PER_S = 1e6  # far below what the slowest step does, sanitized, on one core
@@ -179,7 +180,7 @@ class CpuBackend:
         step.require(spec)
         program = self.build(step, spec)
         descriptor = _read_descriptor(program)
-        plan = evaluate(descriptor, Sizes.of(q, k))
+        plan = evaluate(descriptor, Sizes.of(q, k), MULTIPROCESSORS + self.seed % 2)
         check_alignment(step.name, plan.alignment, q=q, k=k, v=v, o=o)
         maps = tensor_maps(step.name, descriptor, q=q, k=k, v=v, o=o)
         _check_memory(step, sum(plan.workspace_bytes))

@@ -65,6 +65,7 @@ class GpuBackend:
         self._smem_limit = driver.Device(index).get_attribute(
             driver.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         )
+        self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._modules: dict[tuple[Step, Specialization], _Module] = {}
         self._lock = threading.Lock()
         self._streams: dict[int, object] = {}  # of PyCUDA's, by the handle of torch's stream
@@ -117,7 +118,7 @@ class GpuBackend:
         if reason := self.refusal(step, spec):
             raise UsageError(f"{step.name} {reason}")
         module = self._module(step, spec)
-        plan = evaluate(module.descriptor, Sizes.of(q, k))
+        plan = evaluate(module.descriptor, Sizes.of(q, k), self.multiprocessors)
         check_alignment(step.name, plan.alignment, q=q, k=k, v=v, o=o)
         maps = tensor_maps(step.name, module.descriptor, q=q, k=k, v=v, o=o)
         # Once freed, torch reuses it only for work later on the same stream.

@@ -40,7 +40,8 @@ struct KernelLaunch {  // an empty name ends the list of kernels
     char name[48];
     Extent grid[4];  // gridDim.x = product of ceil(size / tile); gridDim.y = gridDim.z = 1
     int32_t threads;
-    int32_t smem_bytes;  // dynamic shared memory
+    int32_t smem_bytes;     // dynamic shared memory
+    int32_t blocks_per_sm;  // gridDim.x is at most so many times the multiprocessors; 0: no limit
 };
 
 struct Workspace {  // element_bytes 0: no such workspace

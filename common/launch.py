@@ -56,6 +56,7 @@ class _KernelLaunch(ctypes.Structure):
         ("grid", _Extent * 4),
         ("threads", ctypes.c_int32),
         ("smem_bytes", ctypes.c_int32),
+        ("blocks_per_sm", ctypes.c_int32),
     ]
 
 
@@ -125,15 +126,23 @@ class Plan:
     alignment: int
 
 
-def evaluate(descriptor: LaunchDescriptor, sizes: Sizes) -> Plan:
-    """The launches of one problem. Raises UsageError for a descriptor that describes none."""
+def evaluate(descriptor: LaunchDescriptor, sizes: Sizes, multiprocessors: int) -> Plan:
+    """The launches of one problem on a device with so many multiprocessors.
+
+    Raises UsageError for a descriptor that describes none.
+    """
     size = sizes.astuple()
     if not descriptor.kernels[0].name or descriptor.alignment < 1:
         raise UsageError("the launch descriptor must name a kernel and an alignment of 1 or more")
+
+    def blocks(kernel: _KernelLaunch) -> int:
+        tiles = math.prod(-(-size[axis.size] // axis.tile) for axis in kernel.grid if axis.tile)
+        return min(tiles, kernel.blocks_per_sm * multiprocessors or tiles)
+
     kernels = tuple(
         KernelPlan(
             name=kernel.name.decode(),
-            blocks=math.prod(-(-size[axis.size] // axis.tile) for axis in kernel.grid if axis.tile),
+            blocks=blocks(kernel),
             threads=kernel.threads,
             smem_bytes=kernel.smem_bytes,
         )

@@ -285,7 +285,7 @@ def _description(candidate: Candidate, backend: GpuBackend, case: Case) -> dict:
     step, spec, shape = candidate.step, case.specialization, case.shape
     resources = backend.resources(step, spec)
     sizes = Sizes(shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k)
-    plan = evaluate(backend.descriptor(step, spec), sizes)
+    plan = evaluate(backend.descriptor(step, spec), sizes, backend.multiprocessors)
     elements = 2 * math.prod(shape.q) + 2 * math.prod(shape.kv)
     lse_bytes = 4 * math.prod(shape.q[:3])
     return {
