@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +49,15 @@ class Backend(Protocol):
         Raises UsageError where the step cannot run them.
         """
 
+    def prepare(
+        self, step: Step, q: torch.Tensor, k: torch.Tensor, *, causal: bool
+    ) -> Callable[..., list[torch.Tensor]]:
+        """forward() of that step, without the arguments step and causal.
+
+        For calls that are repeated: all tensors of such a call must lie as in the first one, and q
+        and k like these; only the addresses may differ. Raises UsageError as forward() does.
+        """
+
 
 def run(
     backend: Backend,
@@ -59,10 +69,16 @@ def run(
     causal: bool,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Backend.forward into a new o, laid out like q where that leaves its rows whole, and lse."""
+    """Backend.forward into new outputs: o and lse."""
+    o, lse = empty_outputs(q)
+    backend.forward(step, q, k, v, o, lse, causal=causal, softmax_scale=softmax_scale)
+    return o, lse
+
+
+def empty_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A new o, laid out like q where that leaves its rows whole, and a new lse."""
     o = torch.empty_like(q)
     if o.stride(-1) != 1:  # q's axes overlap
         o = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    backend.forward(step, q, k, v, o, lse, causal=causal, softmax_scale=softmax_scale)
-    return o, lse
+    # torch.empty takes numbers faster than a shape.
+    return o, torch.empty(*q.shape[:3], dtype=torch.float32, device=q.device)

@@ -14,8 +14,9 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,11 @@ class CpuBackend:
     ) -> list[torch.Tensor]:
         """Launches the step into o and lse and waits. Also raises SimtError."""
         return self._execute(step, q, k, v, o, lse, causal, softmax_scale, count_banks=False)[0]
+
+    def prepare(
+        self, step: Step, q: torch.Tensor, k: torch.Tensor, *, causal: bool
+    ) -> Callable[..., list[torch.Tensor]]:
+        return partial(self.forward, step, causal=causal)
 
     def count_shared_accesses(
         self,

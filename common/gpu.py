@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from common.backend import DTYPE_NAMES
 from common.build import Build, Resources, build_cubin, cubin_flags, nvcc, parse_resources
+from common.cache import Cache
 from common.driver import bindings, call
 from common.errors import NotEnoughMemoryError, UsageError
 from common.launch import AttentionParams, LaunchDescriptor, Sizes, check_alignment, evaluate, pack
@@ -29,6 +32,16 @@ class _Module:
     descriptor: LaunchDescriptor
     functions: dict
     resources: dict[str, Resources]
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """A step at some sizes: what a launch takes beside the kernels' parameter."""
+
+    step_name: str
+    descriptor: LaunchDescriptor
+    launches: tuple[tuple, ...]  # of each kernel: how to call it, grid, block, bytes of smem
+    workspace_bytes: tuple[int, ...]
 
 
 class GpuBackend:
@@ -49,7 +62,7 @@ class GpuBackend:
             import pycuda.driver as driver
         except ImportError as error:
             raise UsageError(f"PyCUDA cannot be imported ({error}): pip install pycuda") from None
-        bindings()
+        self._bindings = bindings()
         nvcc()
         torch.cuda.init()
         driver.init()
@@ -59,8 +72,9 @@ class GpuBackend:
         )
         self.device = torch.device("cuda", index)
         # torch works in the primary context, and so do we: its pointers are ours. It is pushed
-        # around each use only, because PyCUDA keeps a stack of contexts a thread.
+        # around a use only, because PyCUDA keeps a stack of contexts a thread.
         self._context = driver.Device(index).retain_primary_context()
+        self._context_handle = self._bindings.CUcontext(self._context.handle)
         self._capability = torch.cuda.get_device_capability(self.device)
         self._smem_limit = driver.Device(index).get_attribute(
             driver.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -68,7 +82,8 @@ class GpuBackend:
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._modules: dict[tuple[Step, Specialization], _Module] = {}
         self._lock = threading.Lock()
-        self._streams: dict[int, object] = {}  # of PyCUDA's, by the handle of torch's stream
+        self._params = Cache()  # the kernels' parameters as bytes
+        self._streams: dict[int, tuple] = {}  # by the handle of torch's stream
         self._poison = poison
 
     def refusal(self, step: Step, spec: Specialization) -> str | None:
@@ -114,63 +129,104 @@ class GpuBackend:
         softmax_scale: float,
     ) -> list[torch.Tensor]:
         """Launches the step on torch's current stream; returns before it has run."""
+        call = self.prepare(step, q, k, causal=causal)
+        return call(q, k, v, o, lse, softmax_scale=softmax_scale)
+
+    def prepare(
+        self, step: Step, q: torch.Tensor, k: torch.Tensor, *, causal: bool
+    ) -> Callable[..., list[torch.Tensor]]:
         spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal)
         if reason := self.refusal(step, spec):
             raise UsageError(f"{step.name} {reason}")
         module = self._module(step, spec)
         plan = evaluate(module.descriptor, Sizes.of(q, k), self.multiprocessors)
-        check_alignment(step.name, plan.alignment, q=q, k=k, v=v, o=o)
-        maps = tensor_maps(step.name, module.descriptor, q=q, k=k, v=v, o=o)
+        launches = tuple(
+            (
+                module.functions[kernel.name].prepared_async_call,
+                (kernel.blocks, 1, 1),
+                (kernel.threads, 1, 1),
+                kernel.smem_bytes,
+            )
+            for kernel in plan.kernels
+        )
+        return partial(
+            self._run, _Problem(step.name, module.descriptor, launches, plan.workspace_bytes)
+        )
+
+    def _run(
+        self,
+        problem: _Problem,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        softmax_scale: float,
+    ) -> list[torch.Tensor]:
         # Once freed, torch reuses it only for work later on the same stream.
-        workspace = self._allocate(step, plan.workspace_bytes)
-        addresses = {
-            name: tensor.data_ptr()
-            for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse))
-        }
-        pointers = [part.data_ptr() for part in workspace]
-        with torch.cuda.device(self.device), self._launch_stream() as stream:
-            # In a context: a thread that has done nothing else yet is in none.
-            encoded = encode_for_gpu(step.name, maps)
-            params = bytes(pack(q, k, v, o, encoded, addresses, pointers, softmax_scale))
-            try:
-                for kernel in plan.kernels:
-                    module.functions[kernel.name].prepared_async_call(
-                        (kernel.blocks, 1, 1),
-                        (kernel.threads, 1, 1),
-                        stream,
-                        params,
-                        shared_size=kernel.smem_bytes,
-                    )
-            except self._driver.Error as error:
-                raise RuntimeError(f"{step.name} cannot be launched: {error}") from None
+        workspace = self._allocate(problem) if problem.workspace_bytes else []
+        # fmt: off
+        key = (
+            problem, softmax_scale,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(),
+            *[part.data_ptr() for part in workspace],
+        )
+        # fmt: on
+        params = self._params.get(key)
+        if params is None:
+            with self._pushed_context():
+                params = _pack(problem, q, k, v, o, lse, workspace, softmax_scale)
+            self._params.add(key, params)
+        # A thread that torch works in has the context already.
+        if self._bindings.cuCtxGetCurrent()[1] == self._context_handle:
+            self._launch(problem, params)
+        else:
+            with self._pushed_context():
+                self._launch(problem, params)
         return workspace
 
     @contextlib.contextmanager
-    def _launch_stream(self):
-        """A stream for PyCUDA that is in order with torch's current one.
+    def _pushed_context(self):
+        self._context.push()
+        try:
+            yield
+        finally:
+            self._driver.Context.pop()
+
+    def _launch(self, problem: _Problem, params: bytes) -> None:
+        """Launches the kernels, in order with torch's current stream.
 
         PyCUDA cannot launch on a stream that it did not make. torch's default stream is its None;
         any other waits for a stream of PyCUDA's, which waited for it.
         """
-        current = torch.cuda.current_stream()
-        self._context.push()
-        try:
-            if not current.cuda_stream:
-                yield None
-                return
-            stream = self._streams.get(current.cuda_stream)
-            if stream is None:
-                stream = self._streams[current.cuda_stream] = self._driver.Stream()
-            beside = torch.cuda.ExternalStream(stream.handle)
+        current = torch.cuda.current_stream(self.device.index)
+        if current.cuda_stream:
+            stream, beside = self._stream_beside(current)
             beside.wait_stream(current)
-            try:
-                yield stream
-            finally:
-                current.wait_stream(beside)
+        else:
+            stream = None
+        try:
+            for call, grid, block, smem_bytes in problem.launches:
+                call(grid, block, stream, params, shared_size=smem_bytes)
+        except self._driver.Error as error:
+            raise RuntimeError(f"{problem.step_name} cannot be launched: {error}") from None
         finally:
-            self._driver.Context.pop()
+            if stream:
+                current.wait_stream(beside)
 
-    def _allocate(self, step: Step, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    def _stream_beside(self, current: torch.cuda.Stream) -> tuple:
+        """PyCUDA's stream for one of torch's, and the same as torch sees it."""
+        with self._lock:
+            if current.cuda_stream not in self._streams:
+                with self._pushed_context():
+                    stream = self._driver.Stream()
+                beside = torch.cuda.ExternalStream(stream.handle, self.device)
+                self._streams[current.cuda_stream] = stream, beside
+            return self._streams[current.cuda_stream]
+
+    def _allocate(self, problem: _Problem) -> list[torch.Tensor]:
+        sizes = problem.workspace_bytes
         try:
             workspace = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
         except torch.OutOfMemoryError:
@@ -178,8 +234,8 @@ class GpuBackend:
             cached -= torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + cached
             raise NotEnoughMemoryError(
-                f"{step.name} needs a workspace of {sum(sizes)} bytes, and {free} are free: use "
-                "shorter sequences, or a step that stores no scores"
+                f"{problem.step_name} needs a workspace of {sum(sizes)} bytes, and {free} are "
+                "free: use shorter sequences, or a step that stores no scores"
             ) from None
         if self._poison:
             for part in workspace:
@@ -195,8 +251,7 @@ class GpuBackend:
         return self._modules[step, spec]
 
     def _load(self, build: Build) -> _Module:
-        self._context.push()
-        try:
+        with self._pushed_context():
             module = self._driver.module_from_file(str(build.path))
             pointer, size = module.get_global("launch_descriptor")
             descriptor = LaunchDescriptor()
@@ -218,8 +273,31 @@ class GpuBackend:
                         kernel.smem_bytes,
                     )
             return _Module(descriptor, functions, resources)
-        finally:
-            self._driver.Context.pop()
+
+
+def _pack(
+    problem: _Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: list[torch.Tensor],
+    softmax_scale: float,
+) -> bytes:
+    """The kernels' parameter, made within the context.
+
+    Raises UsageError where the step cannot take such tensors.
+    """
+    name, descriptor = problem.step_name, problem.descriptor
+    check_alignment(name, descriptor.alignment, q=q, k=k, v=v, o=o)
+    maps = encode_for_gpu(name, tensor_maps(name, descriptor, q=q, k=k, v=v, o=o))
+    addresses = {
+        name: tensor.data_ptr()
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse))
+    }
+    pointers = [part.data_ptr() for part in workspace]
+    return bytes(pack(q, k, v, o, maps, addresses, pointers, softmax_scale))
 
 
 def _parameter_offset(cubin: Path, kernel: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from common.errors import UsageError
 
@@ -201,6 +201,6 @@ def pack(
         k_stride=_Strides(*strides(k)),
         v_stride=_Strides(*strides(v)),
         o_stride=_Strides(*strides(o)),
-        **asdict(Sizes.of(q, k)),
+        **vars(Sizes.of(q, k)),
         softmax_scale=softmax_scale,
     )

@@ -7,6 +7,7 @@ import torch
 
 from common import UsageError, attention
 from common.step import all_steps
+from verify.cases import contiguous, transposed
 from verify.reference import attention_reference
 
 SCALE = 64**-0.5
@@ -113,8 +114,68 @@ def test_can_be_captured_in_a_cuda_graph() -> None:
         o = attention(**static)
     for name, t in inputs.items():
         static[name].copy_(t)
-    graph.replay()
+    for _ in range(2):
+        o.zero_()
+        graph.replay()
+        assert torch.equal(o, attention(**inputs))
     _assert_right(o, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [8, 40, 72, 136, 248])
+@pytest.mark.parametrize("causal", [False, True])
+def test_head_dims_that_fill_no_panel(head_dim: int, causal: bool) -> None:
+    shapes = {"q": (2, 6, 300, head_dim), "k": (2, 2, 333, head_dim), "v": (2, 2, 333, head_dim)}
+    inputs = {
+        name: torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        for name, shape in shapes.items()
+    }
+    expected, _ = attention_reference(**inputs, causal=causal, softmax_scale=head_dim**-0.5)
+    assert (attention(**inputs, causal=causal) - expected).abs().max() < 0.05
+
+
+@pytest.mark.gpu
+def test_transposed_storage_is_not_copied() -> None:
+    shape = (2, 2048, 8, 128)  # [batch, seq, heads, head_dim]
+    q, k, v = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for _ in range(3)
+    )
+    attention(q, k, v)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o, lse = attention(q, k, v, return_lse=True)
+    assert o.stride() == q.stride()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken < o.nbytes + lse.nbytes + q.nbytes / 2  # the allocator rounds up
+    expected = attention(q.contiguous(), k.contiguous(), v.contiguous())
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [None, "v07"])
+@pytest.mark.parametrize("long", ["q", "k"])
+@pytest.mark.parametrize("layout", [contiguous, transposed])
+def test_more_than_2_to_the_31_elements(layout, long: str, step: str | None) -> None:
+    """Of q and o, or of k and v. The last queries must find the last keys, in the last head."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("less than 40 GB are free")
+    many, few = 2**20 + 72, 72
+    seq_q, seq_k = (many, few) if long == "q" else (few, many)
+
+    def make(seq: int) -> torch.Tensor:
+        return layout((1, 16, seq, 128), dtype=torch.bfloat16, device="cuda")[1]
+
+    q, k, v = make(seq_q).normal_(), make(seq_k).zero_(), make(seq_k).normal_()
+    k[:, :, -few:].normal_().mul_(16)  # only these count
+    assert max(q.numel(), k.numel()) > 2**31
+    o, lse = attention(q, k, v, step=step, return_lse=True)
+    last = slice(-1, None), slice(-few, None)  # head, queries
+    expected_o, expected_lse = attention_reference(
+        q[:, last[0], last[1]], k[:, last[0]], v[:, last[0]], causal=False, softmax_scale=128**-0.5
+    )
+    assert (o[:, last[0], last[1]] - expected_o).abs().max() < 0.1
+    assert (lse[:, last[0], last[1]] - expected_lse).abs().max() < 1e-3
 
 
 @pytest.mark.gpu
