@@ -19,7 +19,7 @@ CXX_FILES = $$(find steps common verify -name '*.cu' -o -name '*.cuh' -o -name '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup step check bench profile worklog test lint clean
+.PHONY: help setup step check bench profile compare worklog test lint clean
 
 help:  ## this list
 	@echo 'Usage: make TARGET [PYTHON=python3]'
@@ -40,6 +40,12 @@ ifneq ($(filter step profile,$(MAKECMDGOALS)),)
     endif
 endif
 
+ifneq ($(filter compare,$(MAKECMDGOALS)),)
+    ifeq ($(and $(N),$(M)),)
+        $(error which two steps? For example: make compare N=8 M=9)
+    endif
+endif
+
 .PHONY: packages
 packages:
 	@$(PY) -c 'from importlib.util import find_spec as f; exit(not (f("torch") and f("tqdm")))' || \
@@ -52,11 +58,14 @@ check: $(READY)  ## all steps on all cases; STEPS="v01 v03" CASES=ragged,gqa SEE
 	$(PY) verify/check.py $(strip $(STEPS) $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED)) \
 	    $(if $(BACKEND),--backend $(BACKEND)) $(if $(SANITIZE),--sanitize))
 
-bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the experiments; GRID=1: more shapes
-	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments) $(if $(GRID),--grid)
+bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the experiments; GRID=1: more shapes; LATENCY=1: small calls
+	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments) $(if $(GRID),--grid) $(if $(LATENCY),--latency)
 
 profile: $(READY)  ## N=4: registers, instructions and bank conflicts of that step; on a GPU also ncu's counters and, of v09, a timeline
 	$(PY) -m common profile $(N)
+
+compare: $(READY)  ## N=8 M=9: the diff of two steps, and from profiles/ what changes with it: time, counters, resources
+	$(PY) -m common compare $(N) $(M)
 
 worklog: $(READY)  ## write tables, numbers and plots from profiles/; CHECK=1: fail where they differ
 	$(PY) -m common.worklog $(if $(CHECK),--check)

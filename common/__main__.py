@@ -9,6 +9,7 @@ import torch
 
 from common import summary, tables
 from common.command_line import Parser, guarded
+from common.compare import change_table, find_two, source_diff
 from common.compile_gate import compile_all
 from common.counters import collect
 from common.errors import UsageError
@@ -100,6 +101,18 @@ def bench_grid() -> int:
     return 0
 
 
+def bench_latency() -> int:
+    """Measures what small calls of attention() and of the peers cost."""
+    _require_gpu()
+    from common.latency import measure_latency
+
+    path = measure_latency()
+    print(f"recorded {path.relative_to(ROOT)}")
+    print(tables.latency(load_profile(path.parent, ROOT)))
+    _report_regenerated()
+    return 0
+
+
 def _require_gpu() -> None:
     if not torch.cuda.is_available():
         raise UsageError("nothing can be timed: there is no CUDA device")
@@ -122,6 +135,14 @@ def profile(name: str) -> int:
     else:
         print("No counters of Nsight Compute and no timeline, as there is no CUDA device.")
     _report_regenerated()
+    return 0
+
+
+def compare(first: str, second: str) -> int:
+    """Prints the diff of two steps and, of the headline GPU's records, what changes with it."""
+    steps = find_two(first, second)
+    table = change_table(load_profile(PROFILES_DIR / HEADLINE_GPU, ROOT), *steps)
+    print(f"{source_diff(*steps)}\n\n{table}", flush=True)
     return 0
 
 
@@ -171,15 +192,23 @@ def _main(arguments: list[str] | None) -> int:
     ).add_argument("name")
     measured = commands.add_parser("bench", help="measure all steps").add_mutually_exclusive_group()
     measured.add_argument("--experiments", action="store_true", help="the experiments instead")
-    measured.add_argument("--grid", action="store_true", help="over head dimensions and masks")
+    measured.add_argument("--grid", action="store_true", help="over a grid of shapes")
+    measured.add_argument("--latency", action="store_true", help="what small calls cost")
+    compared = commands.add_parser("compare", help="diff of two steps, and what it changes")
+    compared.add_argument("first")
+    compared.add_argument("second")
     commands.add_parser("compile", help="compile all steps with nvcc and report their resources")
     options = parser.parse_args(arguments)
     if options.command == "step":
         return run_step(options.name)
     if options.command == "bench":
+        if options.latency:
+            return bench_latency()
         return bench_grid() if options.grid else bench(options.experiments)
     if options.command == "profile":
         return profile(options.name)
+    if options.command == "compare":
+        return compare(options.first, options.second)
     return compile_all()
 
 

@@ -5,7 +5,7 @@
     v04.fa3_share : .0%                  one of common.profile.figures
     peers.sdpa_cudnn.time_ms : .3f       of the latest run
     experiments.v04_no_padding.gain : .2f
-    grid.d64_causal.v07 : .1f            TFLOP/s of a step or a peer in a cell of common/grid.py
+    grid.d64_causal_4096.v07 : .1f       TFLOP/s of a step or a peer in a cell of common/grid.py
     v06.sass.attention_forward.HMMA      one of common.profile.static_figures
     v06.banks.ldmatrix_x4.conflicts
 
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import UsageError
+from common.grid import CELLS
 from common.profile import Profile, figures, static_figures
 
 NOT_MEASURED = "not measured"
@@ -104,12 +105,13 @@ def _operand(text: str, profile: Profile) -> _Value:
 
 def _cell_rate(profile: Profile, keys: list[str], text: str) -> _Value:
     if len(keys) != 2:
-        raise UsageError(f"'{text}' does not read like 'grid.d128_causal.v07'")
-    if profile.grid is None:
+        raise UsageError(f"'{text}' does not read like 'grid.d128_causal_4096.v07'")
+    cell_name, name = keys
+    _require(cell_name, [case.name for case in CELLS], text)
+    cells = {cell["name"]: cell for cell in profile.grid["cells"]} if profile.grid else {}
+    if cell_name not in cells:
         raise _Unavailable(NOT_MEASURED)
-    cells = {cell["name"]: cell for cell in profile.grid["cells"]}
-    _require(keys[0], list(cells), text)
-    cell, name = cells[keys[0]], keys[1]
+    cell = cells[cell_name]
     if name in profile.grid_stale:
         raise _Unavailable(CHANGED)
     if name not in cell["tflops"] and name in [step.name for step in profile.steps]:

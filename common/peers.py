@@ -1,14 +1,14 @@
 """What one would use instead: torch's SDPA pinned to each backend, and FlashAttention-3.
 
-All with as many key heads as heads. Torch aligns a causal mask with the first key, FlashAttention
-with the last: it is the same where there are as many queries as keys.
+Torch aligns a causal mask with the first key, FlashAttention with the last: it is the same where
+there are as many queries as keys.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +25,17 @@ class Peer:
 
 
 def load(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    without: Collection[str] = (),
 ) -> dict[str, Peer | str]:
-    """Every peer, ready to run on q, k, v [batch, heads, seq, head_dim], or why it is missing."""
+    """Every peer but those named in without, ready to run on q, k, v, or why it is missing.
+
+    q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim].
+    """
     cudnn = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0
     loaders = {
         "sdpa_math": functools.partial(_sdpa, SDPBackend.MATH, "math"),
@@ -41,6 +49,8 @@ def load(
     }
     peers: dict[str, Peer | str] = {}
     for name, loader in loaders.items():
+        if name in without:
+            continue
         try:
             peer = loader(q, k, v, causal)
             peer.forward()  # some refuse the device, the shape or the memory only when they run
@@ -52,11 +62,14 @@ def load(
 
 
 def _sdpa(backend: SDPBackend, what: str, q, k, v, causal: bool) -> Peer:
+    # Only where it is needed: a backend may refuse it.
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+
     def forward() -> torch.Tensor:
         # Entering the context costs host time only, and the timer keeps the host ahead of the
         # device.
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, **grouped)
 
     return Peer(forward, f"torch {torch.__version__}, {what}")
 

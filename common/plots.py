@@ -8,17 +8,23 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from itertools import cycle
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from common.profile import Profile
+from common.record_form import NUMBER
 
 INK, GRID = "#24292f", "#d8dee4"
 STEP_COLOR, PEER_COLOR = "#2f6fb0", "#b6bec8"
 TENSOR_COLOR, FP32_COLOR, EXP_COLOR = "#8250df", "#c4532d", "#2c7a4b"
 LINE_HEIGHT = 1.35  # of a label, as a factor on the roofline's y axis
+PEER_LINES = ((FP32_COLOR, "s"), (EXP_COLOR, "^"), (TENSOR_COLOR, "D"))  # colour and marker
+LABEL_SHARE = 0.06  # of the grid's y axis, for a label
 
 STYLE = {
     "svg.fonttype": "none",
@@ -67,7 +73,9 @@ def serial_tflops(ceilings: Ceilings, head_dim: int) -> float:
 
 def plots(profile: Profile) -> dict[str, str]:
     """SVG text by file name; none without a record."""
-    return {name: _svg(figure, profile) for name, figure in figures(profile).items()}
+    steps = [[name, _label(profile, name), record] for name, record in profile.records.items()]
+    data = {"grid.svg": [sorted(profile.grid_stale), profile.grid]}
+    return {name: _svg(figure, data.get(name, steps)) for name, figure in figures(profile).items()}
 
 
 def same_plot(old: str, new: str) -> bool:
@@ -89,12 +97,14 @@ def _digest(svg: str) -> str | None:
 
 def figures(profile: Profile) -> dict[str, Figure]:
     """The figures by the file name of their SVG; none without a record."""
-    if not profile.records:
-        return {}
+    drawn = {}
     with matplotlib.rc_context(STYLE):
-        drawn = {"steps.svg": _bars(profile)}
-        if ceilings := CEILINGS.get(profile.folder.name):
-            drawn["roofline.svg"] = _roofline(profile, ceilings)
+        if profile.records:
+            drawn["steps.svg"] = _bars(profile)
+            if ceilings := CEILINGS.get(profile.folder.name):
+                drawn["roofline.svg"] = _roofline(profile, ceilings)
+        if profile.grid:
+            drawn["grid.svg"] = _grid(profile)
     return drawn
 
 
@@ -187,6 +197,90 @@ def _roofline(profile: Profile, ceilings: Ceilings) -> Figure:
     return figure
 
 
+def _grid(profile: Profile) -> Figure:
+    """A panel a mask and head dimension: TFLOP/s of each step and peer over the length."""
+    cells = profile.grid["cells"]
+    columns = list(dict.fromkeys(_heads(cell) for cell in cells))
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    panels = figure.subplots(2, len(columns), sharex=True, sharey=True, squeeze=False)
+    panels[0][0].set_ylim(0, 1.1 * _highest(profile.grid))
+    lines: dict[str, Line2D] = {}
+    for row, mask in enumerate(("no mask", "causal mask")):
+        panels[row][0].set_ylabel(f"TFLOP/s, {mask}")
+        for axes, heads in zip(panels[row], columns, strict=True):
+            shown = [cell for cell in cells if (cell["causal"], _heads(cell)) == (bool(row), heads)]
+            lines |= _grid_panel(axes, profile, shown)
+    seqs = sorted({cell["seq"] for cell in cells})
+    for axes, heads in zip(panels[0], columns, strict=True):
+        axes.set_title(heads)
+    for axes in panels[1]:
+        axes.set_xlabel("N")
+    panels[0][0].set_xscale("log", base=2)
+    panels[0][0].set_xlim(seqs[0] / 1.6, 4 * seqs[-1])  # with room for labels
+    panels[0][0].set_xticks(seqs, [str(seq) for seq in seqs])
+    figure.suptitle(
+        f"{profile.grid['device']}, {profile.grid['dtype']}: steps in blue, medians of interleaved "
+        "rounds",
+        fontsize=11,
+    )
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines))
+    return figure
+
+
+def _heads(cell: dict) -> str:
+    shared = f", heads {cell['heads']}/{cell['kv_heads']}"
+    return f"head_dim {cell['head_dim']}{shared if cell['heads'] != cell['kv_heads'] else ''}"
+
+
+def _highest(grid: dict) -> float:
+    """Of all rates and the ceiling."""
+    rates = [rate for cell in grid["cells"] for rate in cell["tflops"].values()]
+    rates += [grid["ceiling"]["tflops"]] if "ceiling" in grid else []
+    return max(rate for rate in rates if isinstance(rate, NUMBER))
+
+
+def _grid_panel(axes: Axes, profile: Profile, cells: list[dict]) -> dict[str, Line2D]:
+    """Draws the cells, which differ in seq; returns what the legend must tell, by label."""
+    grid = profile.grid
+    steps = list(grid["sources"])
+    peers = [name for name in grid["cells"][0]["tflops"] if name not in steps]
+    styles = {
+        **{step: (STEP_COLOR, "o", 2.4 if step == steps[-1] else 1.2) for step in steps},
+        **{peer: (*style, 1.2) for peer, style in zip(peers, cycle(PEER_LINES))},
+    }
+    drawn: dict[str, Line2D] = {}
+    for name, (color, marker, width) in styles.items():
+        points = [
+            (cell["seq"], cell["tflops"][name])
+            for cell in cells
+            if isinstance(cell["tflops"].get(name), NUMBER)
+        ]
+        if points:
+            x, y = zip(*points, strict=True)
+            (drawn[name],) = axes.plot(
+                x, y, color=color, marker=marker, linewidth=width, markersize=4
+            )
+    _label_ends(axes, {name: drawn[name] for name in steps if name in drawn}, profile.grid_stale)
+    if ceiling := grid.get("ceiling"):
+        drawn[f"measured ceiling: product of {ceiling['matmul']}"] = axes.axhline(
+            ceiling["tflops"], color=INK, linestyle="--", linewidth=1.2
+        )
+    axes.grid(color=GRID)
+    return {name: line for name, line in drawn.items() if name not in steps}
+
+
+def _label_ends(axes: Axes, lines: dict[str, Line2D], stale: frozenset[str]) -> None:
+    """Names each line at its right end, or lower where another's name stands."""
+    ends = {name: (line.get_xdata()[-1], line.get_ydata()[-1]) for name, line in lines.items()}
+    height = axes.get_ylim()[1] * LABEL_SHARE
+    lowest = math.inf
+    for name, (x, y) in sorted(ends.items(), key=lambda end: -end[1][1]):
+        lowest = min(y, lowest - height)
+        label = f"{name} (stale)" if name in stale else name
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # before the ceiling
+        axes.text(1.2 * x, lowest, label, color=STEP_COLOR, fontsize=8, va="center", bbox=box)
+
+
 def _label(profile: Profile, name: str) -> str:
     return f"{name} (stale)" if name in profile.stale else name
 
@@ -199,8 +293,7 @@ def _work(profile: Profile) -> str:
     )
 
 
-def _svg(figure: Figure, profile: Profile) -> str:
-    data = [[name, _label(profile, name), record] for name, record in profile.records.items()]
+def _svg(figure: Figure, data: object) -> str:
     digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()
     buffer = io.StringIO()
     with matplotlib.rc_context(STYLE):

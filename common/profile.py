@@ -9,8 +9,16 @@ from pathlib import Path
 from common.counters import readable
 from common.errors import UsageError
 from common.patch import Patch, read_patch
-from common.record import STATIC, is_stale, read_grid, read_records
-from common.record_form import STATIC_RECORD, TIMELINE_RECORD
+from common.record import (
+    GRID_PREVIOUS,
+    STATIC,
+    host_hashes,
+    is_stale,
+    read_grid,
+    read_latency,
+    read_records,
+)
+from common.record_form import NUMBER, STATIC_RECORD, TIMELINE_RECORD
 from common.sass import OPCODES
 from common.step import Step, all_steps, read_step
 
@@ -29,11 +37,14 @@ class Profile:
     experiments: dict[str, dict]
     stale: frozenset[str]  # steps and experiments whose source has changed since their record
     grid: dict | None  # the record of many shapes
+    grid_previous: dict | None  # that of the run before, of the same sources
     grid_stale: frozenset[str]  # steps
     static: dict[str, dict]  # of steps and experiments, in the order of the worklog
     static_stale: frozenset[str]
     timelines: dict[str, dict]  # of steps
     timelines_stale: frozenset[str]
+    latency: dict | None  # the record of small calls
+    latency_stale: bool
 
     @property
     def newest(self) -> dict | None:
@@ -53,7 +64,10 @@ def load_profile(folder: Path, root: Path) -> Profile:
     experiments = _of(patches, read_records(folder / "experiments"))
     timeline_patches = [read_patch(path) for path in sorted((root / "timelines").glob("*.patch"))]
     timelines = _of(timeline_patches, read_records(folder / "timelines", TIMELINE_RECORD))
-    grid = read_grid(folder)
+    grid, previous = read_grid(folder), read_grid(folder, GRID_PREVIOUS)
+    if not (grid and previous and previous["sources"] == grid["sources"]):
+        previous = None
+    latency = read_latency(folder)
     static = read_records(root / "profiles" / STATIC, STATIC_RECORD)
     order = [
         name
@@ -68,11 +82,14 @@ def load_profile(folder: Path, root: Path) -> Profile:
         experiments,
         _stale(records, steps) | _stale(experiments, patches),
         grid,
+        previous,
         _stale(grid["sources"], steps) if grid else frozenset(),
         {name: static[name] for name in order if name in static},
         _stale(static, (*steps, *patches)),
         timelines,
         _stale(timelines, timeline_patches),
+        latency,
+        bool(latency and (_stale(latency["sources"], steps) or latency["host"] != host_hashes())),
     )
 
 
@@ -142,6 +159,17 @@ def smem_bytes(kernel: dict) -> int:
 
 def spill_bytes(kernel: dict) -> int:
     return kernel["spill_store_bytes"] + kernel["spill_load_bytes"]
+
+
+def grid_ratios(grid: dict, step: str) -> dict[str, float]:
+    """By cell: the step's rate over that of the fastest peer, where there are both."""
+    ratios = {}
+    for cell in grid["cells"]:
+        rates = {name: rate for name, rate in cell["tflops"].items() if isinstance(rate, NUMBER)}
+        peers = [rate for name, rate in rates.items() if name not in grid["sources"]]
+        if step in rates and peers:
+            ratios[cell["name"]] = rates[step] / max(peers)
+    return ratios
 
 
 def static_figures(record: dict) -> dict:

@@ -1,8 +1,10 @@
 """Records: what was measured on a GPU, in profiles/<gpu>/, and what is known without one.
 
-vNN.json is a step's, common/measure.py makes it; grid.json is of many shapes, by common/grid.py;
-timelines/vNN.json has the clocks of a pipeline, by common/timeline.py; static/vNN.json is what
-common/static.py found without a GPU.
+vNN.json is a step's, common/measure.py makes it; grid.json is of many shapes, by common/grid.py,
+and grid_previous.json its run before, if that was of the same sources; timelines/vNN.json has the
+clocks of a pipeline, by common/timeline.py; latency.json is what small calls cost, by
+common/latency.py; static/vNN.json is what common/static.py found without
+a GPU.
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ import sys
 from pathlib import Path
 
 from common.build import DEVICE_DIR, included_headers
-from common.record_form import GRID_RECORD, RECORD, problem
+from common.record_form import GRID_RECORD, LATENCY_RECORD, RECORD, problem
 from common.step import ROOT, Step
 
 SCHEMA = 1
 PROFILES_DIR = ROOT / "profiles"
 STATIC = "static"  # the folder in profiles/ that is not a GPU's
-GRID = "grid.json"  # in the folder of a GPU
+# In the folder of a GPU.
+GRID = "grid.json"
+GRID_PREVIOUS = "grid_previous.json"
+LATENCY = "latency.json"
+
+# What a repeated call of attention() runs on the host.
+_HOST_FILES = ("__init__.py", "op.py", "backend.py", "cache.py", "gpu.py")
 
 _VENDORS = {"nvidia"}
 
@@ -39,6 +47,14 @@ def header_hashes(step: Step) -> dict[str, str]:
             header.read_bytes()
         ).hexdigest()
         for header in included_headers(step.path, DEVICE_DIR)
+    }
+
+
+def host_hashes() -> dict[str, str]:
+    """SHA-256 of what a call of attention() runs on the host, by path from the project's root."""
+    return {
+        f"common/{name}": hashlib.sha256((ROOT / "common" / name).read_bytes()).hexdigest()
+        for name in _HOST_FILES
     }
 
 
@@ -71,10 +87,16 @@ def read_records(folder: Path, form: dict = RECORD) -> dict[str, dict]:
     return {name: record for name, record in records.items() if record is not None}
 
 
-def read_grid(folder: Path) -> dict | None:
-    """The record of the grid in a folder; None where there is none or it is unreadable."""
-    path = folder / GRID
+def read_grid(folder: Path, name: str = GRID) -> dict | None:
+    """A record of the grid in a folder; None where there is none or it is unreadable."""
+    path = folder / name
     return _read(path, GRID_RECORD) if path.exists() else None
+
+
+def read_latency(folder: Path) -> dict | None:
+    """The record of small calls in a folder; None where there is none or it is unreadable."""
+    path = folder / LATENCY
+    return _read(path, LATENCY_RECORD) if path.exists() else None
 
 
 def _read(path: Path, form: dict) -> dict | None:

@@ -1,8 +1,8 @@
 """What every record holds as far as tables, text and plots rely on it.
 
-common/measure.py, grid.py, static.py and timeline.py say what the keys mean. A form is a type, a
-tuple of types, a predicate, a dict of forms by key, a list with the form of its items, or AnyOf
-several.
+common/measure.py, grid.py, latency.py, static.py and timeline.py say what the keys mean. A form is
+a type, a tuple of types, a predicate, a dict of forms by key, a list with the form of its items, or
+AnyOf several.
 """
 
 from __future__ import annotations
@@ -138,6 +138,27 @@ CELL = {
     "samples_ms": _some({EACH: [_positive]}),
 }
 GRID_RECORD = {"device": str, "dtype": str, "sources": {EACH: _HASHES}, "cells": _some([CELL])}
+_SAMPLES = _some({EACH: _some([_positive])})
+LATENCY_RECORD = {
+    "device": str,
+    "dtype": str,
+    "sources": _some({EACH: _HASHES}),
+    "host": {EACH: str},
+    "cells": _some(
+        [
+            {
+                "name": str,
+                "run": str,
+                "environment": _ENVIRONMENT,
+                **dict.fromkeys(("batch", "heads", "kv_heads", "seq", "head_dim"), _positive),
+                "causal": bool,
+                "device_us": _SAMPLES,
+                "host_us": _SAMPLES,
+                "missing": {EACH: str},
+            }
+        ]
+    ),
+}
 
 
 def problem(value: object, form: object, where: str = "the record") -> str | None:

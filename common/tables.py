@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from common.counters import readable, top_stalls
 from common.lookup import NOT_MEASURED
-from common.profile import FA3, Profile, figures, smem_bytes, spill_bytes, static_figures
+from common.profile import (
+    FA3,
+    Profile,
+    figures,
+    grid_ratios,
+    smem_bytes,
+    spill_bytes,
+    static_figures,
+)
 from common.record_form import NUMBER
 from common.sass import OPCODES
 
@@ -193,47 +202,108 @@ def peers(profile: Profile) -> str:
 
 
 def grid(profile: Profile) -> str:
-    """A row a shape: the steps' rates, then the peers' and what multiple the last step's is."""
+    """A row a shape: the rates, and the last step's over that of the fastest peer."""
     measured = profile.grid["sources"] if profile.grid else {}
     steps = [step.name for step in profile.steps if step.name in measured]
     if not steps:
         return NOT_MEASURED
-    cells = profile.grid["cells"]
+    cells, last = profile.grid["cells"], steps[-1]
     peers = [name for name in cells[0]["tflops"] if name not in measured]
     labels = [f"{name} (stale)" if name in profile.grid_stale else name for name in steps]
     columns = [">head_dim", "Mask", "Batch × heads × N", *(f">{name}" for name in labels + peers)]
-    rows = []
-    for cell in cells:
-        rates = {name: rate for name, rate in cell["tflops"].items() if isinstance(rate, NUMBER)}
-        last = rates.get(steps[-1])
-        rows.append(
-            [
-                str(cell["head_dim"]),
-                "causal" if cell["causal"] else "none",
-                f"{cell['batch']} × {cell['heads']} × {cell['seq']}",
-                *(_rate(rates.get(name)) for name in steps),
-                *(_rate(rates.get(name), last) for name in peers),
-            ]
-        )
+    columns += [f">{labels[-1]} / fastest peer"]
+    ratios = grid_ratios(profile.grid, last)
+    rows = [
+        [
+            str(cell["head_dim"]),
+            "causal" if cell["causal"] else "none",
+            f"{cell['batch']} × {_heads(cell)} × {cell['seq']}",
+            *(_rate(cell["tflops"].get(name)) for name in steps + peers),
+            _ratio(ratios.get(cell["name"])),
+        ]
+        for cell in cells
+    ]
     environments = [cell["environment"] for cell in cells]
     states = [environments[0]["before"], *(environment["after"] for environment in environments)]
-    rounds = max(len(samples) for cell in cells for samples in cell["samples_ms"].values())
-    return markdown(columns, rows) + (
-        f"\n\nTFLOP/s on the {profile.grid['device']} in {profile.grid['dtype']}; where the mask "
-        f"is causal, half of the operations are counted. Median of {rounds} interleaved rounds a "
-        "row, L2 flushed before each call. In parentheses: "
-        f"{labels[-1]}'s rate over the peer's, bold where it is no slower. "
+    rounds = {len(samples) for cell in cells for samples in cell["samples_ms"].values()}
+    least, most = min(rounds), max(rounds)
+    text = (
+        f"\n\n{labels[-1]} over the fastest peer: {_summary(ratios)}. TFLOP/s on the "
+        f"{profile.grid['device']} in {profile.grid['dtype']}; where the mask is causal, half of "
+        "the operations are counted. "
+        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds a row, L2 "
+        "flushed before each call. In bold: no slower than the fastest peer. "
         f"{_clocks(states).strip()}"
+    )
+    if profile.grid_previous:
+        before = _summary(grid_ratios(profile.grid_previous, last))
+        text += f" In the run before, of the same sources: {before}."
+    return markdown(columns, rows) + text
+
+
+def _heads(cell: dict) -> str:
+    heads, kv_heads = cell["heads"], cell["kv_heads"]
+    return str(heads) if heads == kv_heads else f"{heads}/{kv_heads}"
+
+
+def _rate(rate: float | dict | None) -> str:
+    return f"{rate:.4g}" if isinstance(rate, NUMBER) else "missing"
+
+
+def _ratio(ratio: float | None) -> str:
+    if ratio is None:
+        return ""
+    return f"**{ratio:.3f} ×**" if ratio >= 1 else f"{ratio:.3f} ×"
+
+
+def _summary(ratios: dict[str, float]) -> str:
+    """Of the ratios by cell."""
+    if not ratios:
+        return NOT_MEASURED
+    smallest = min(ratios, key=ratios.__getitem__)
+    return (
+        f"geometric mean of {len(ratios)} rows {statistics.geometric_mean(ratios.values()):.3f} ×, "
+        f"smallest {ratios[smallest]:.3f} × ({smallest})"
     )
 
 
-def _rate(rate: float | None, last_step: float | None = None) -> str:
-    if rate is None:
+def latency(profile: Profile) -> str:
+    """A row a shape: what a call takes of the device and of the host, by step and peer."""
+    record = profile.latency
+    if record is None:
+        return NOT_MEASURED
+    if profile.latency_stale:
+        return f"{NOT_MEASURED} since the source changed"
+    cells = record["cells"]
+    first = cells[0]
+    (step,) = record["sources"]
+    keys = ("device_us", "missing")
+    names = list(dict.fromkeys(name for key in keys for cell in cells for name in cell[key]))
+    rows = [
+        [
+            str(cell["seq"]),
+            "causal" if cell["causal"] else "none",
+            *(_device_and_host(cell, name) for name in names),
+        ]
+        for cell in cells
+    ]
+    states = [first["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
+    return markdown([">N", "Mask", *(f">{name}" for name in names)], rows) + (
+        f"\n\nMicroseconds on the {record['device']}: of the device / of the host. Batch "
+        f"{first['batch']}, heads {first['heads']}, head_dim {first['head_dim']}, "
+        f"{record['dtype']}. The device: events around the call, of {step} around its launch, "
+        f"median of {len(first['device_us'][step])} interleaved rounds, L2 flushed before each. "
+        "The host: until the call returns, while the device still computes, median of "
+        f"{len(first['host_us'][step])} calls; for {step} of attention(), for the sdpa with the "
+        f"choice of their backend. {_clocks(states).strip()}"
+    )
+
+
+def _device_and_host(cell: dict, name: str) -> str:
+    if name not in cell["device_us"]:
         return "missing"
-    if last_step is None:
-        return f"{rate:.4g}"
-    ratio = f"{last_step / rate:.2f} ×"
-    return f"{rate:.4g} ({f'**{ratio}**' if last_step >= rate else ratio})"
+    device, host = (statistics.median(cell[key][name]) for key in ("device_us", "host_us"))
+    return f"{device:.1f} / {host:.1f}"
 
 
 def resources(profile: Profile, step: str) -> str:

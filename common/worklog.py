@@ -5,8 +5,8 @@
 
 Generated text stands between HTML comments, which render invisibly:
 
-    <!-- table: results -->…<!-- end -->          or memory, peers, grid, counters, sass, banks,
-                                                  resources v04, experiments v04
+    <!-- table: results -->…<!-- end -->          or memory, peers, grid, latency, counters,
+                                                  sass, banks, resources v04, experiments v04
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/lookup.py
 
 They show the H200's records and the static ones; in the results table those of any other GPU
@@ -126,13 +126,13 @@ def _table(name: str, profile: Profile, others: list[Profile]) -> str:
             f"On the {other.newest['device']}:\n\n{tables.results(other)}" for other in others
         ]
         return "\n\n".join(parts)
-    if name in ("memory", "peers", "grid", "counters", "sass", "banks"):
+    if name in ("memory", "peers", "grid", "latency", "counters", "sass", "banks"):
         return getattr(tables, name)(profile)
     if kind in ("resources", "experiments") and argument in {step.name for step in profile.steps}:
         return getattr(tables, kind)(profile, argument)
     raise UsageError(
-        "there are the tables results, memory, peers, grid, counters, sass, banks, resources vNN "
-        "and experiments vNN"
+        "there are the tables results, memory, peers, grid, latency, counters, sass, banks, "
+        "resources vNN and experiments vNN"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.record import SCHEMA, header_hashes
+from common.record import SCHEMA, header_hashes, host_hashes
 from common.step import Step
 
 FLOPS = 4 * 4 * 16 * 4096**2 * 128
@@ -91,6 +91,7 @@ def made_up_grid(*steps: Step) -> dict:
             step.name: {"source_sha256": step.source_sha256, "headers": header_hashes(step)}
             for step in steps
         },
+        "ceiling": {"matmul": "8192^3", "tflops": 800.0, "samples_ms": [1.0, 2.0, 3.0]},
         "cells": [
             {
                 "name": name,
@@ -101,7 +102,35 @@ def made_up_grid(*steps: Step) -> dict:
                 "tflops": rates,
                 "samples_ms": {name: [1.0, 2.0, 3.0] for name in rates},
             }
-            for name, causal in (("d64", False), ("d64_causal", True))
+            for name, causal in (("d64_4096", False), ("d64_causal_4096", True))
+        ],
+    }
+
+
+def made_up_latency(step: Step) -> dict:
+    """Two cells where the step takes 5 us of the device, 20 of the host; a peer ten times that."""
+    shape = {"batch": 1, "heads": 16, "kv_heads": 16, "seq": 128, "head_dim": 128}
+    state = made_up_record(step)["environment"]["before"]
+    return {
+        "schema": SCHEMA,
+        "device": "NVIDIA H200",
+        "dtype": "bf16",
+        "sources": {
+            step.name: {"source_sha256": step.source_sha256, "headers": header_hashes(step)}
+        },
+        "host": host_hashes(),
+        "cells": [
+            {
+                "name": name,
+                "run": name,
+                "environment": {"before": state, "after": state},
+                **shape,
+                "causal": causal,
+                "device_us": {step.name: [4.0, 5.0, 60.0], "sdpa_flash": [40.0, 50.0, 60.0]},
+                "host_us": {step.name: [19.0, 20.0], "sdpa_flash": [190.0, 210.0]},
+                "missing": {"sdpa_math": "out of memory"},
+            }
+            for name, causal in (("n128", False), ("n128_causal", True))
         ],
     }
 

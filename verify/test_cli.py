@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs make without the settings that an outer make has exported."""
     outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "N", "STEPS", "CASES", "SEED"}
-    outer |= {"EXPERIMENTS", "GRID"}
+    outer |= {"EXPERIMENTS", "GRID", "LATENCY", "M"}
     variables = {name: value for name, value in os.environ.items() if name not in outer}
     return subprocess.run(
         ["make", "-C", str(ROOT), "--no-print-directory", *arguments],
@@ -53,6 +53,7 @@ def test_help_is_the_default_and_names_every_target():
         "check",
         "bench",
         "profile",
+        "compare",
         "worklog",
         "test",
         "lint",
@@ -84,6 +85,15 @@ def test_step_without_a_number_is_one_clear_line(target):
     assert not run.stdout  # not even an environment was made
 
 
+@pytest.mark.parametrize("numbers", [(), ("N=8",), ("M=8",)])
+def test_compare_without_two_numbers_is_one_clear_line(numbers):
+    run = make("compare", *numbers)
+    assert run.returncode == 2
+    assert "which two steps? For example: make compare N=8 M=9" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+    assert not run.stdout
+
+
 def test_options_of_check():
     options = ["STEPS=v01 v03", "CASES=gqa,ragged", "SEED=7", "SANITIZE=1", "BACKEND=cpu"]
     run = make("-n", "check", f"PYTHON={sys.executable}", *options)
@@ -102,6 +112,8 @@ def test_options_of_check():
         (["bench"], "-m common bench"),
         (["bench", "EXPERIMENTS=1"], "-m common bench --experiments"),
         (["bench", "GRID=1"], "-m common bench --grid"),
+        (["bench", "LATENCY=1"], "-m common bench --latency"),
+        (["compare", "N=8", "M=9"], "-m common compare 8 9"),
         (["worklog"], "-m common.worklog"),
         (["worklog", "CHECK=1"], "-m common.worklog --check"),
         (["test"], "-m pytest"),
@@ -121,7 +133,44 @@ def test_unknown_step_is_one_clear_line(command, name):
     assert len(run.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("options", [(), ("--experiments",), ("--grid",)])
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("1", "99"), "error: no step '99'; the steps are v01"),
+        (("99", "1"), "error: no step '99'; the steps are v01"),
+        (("9", "v09"), "error: N and M are both v09"),
+        (("9",), "error: the following arguments are required: second"),
+    ],
+)
+def test_wrong_comparison_is_one_clear_line(names, told):
+    run = common("compare", *names)
+    assert run.returncode == 2
+    assert run.stderr.startswith(told)
+    assert len(run.stderr.splitlines()) == 1
+    assert not run.stdout
+
+
+def test_comparison_ends_with_its_table():
+    run = common("compare", "8", "9")
+    assert run.returncode == 0
+    assert run.stdout.startswith(
+        "--- a/steps/v08_wgmma.cu\n+++ b/steps/v09_warp_specialized.cu\n@@"
+    )
+    assert "\n\n| Figure | v08 | v09 | Change |\n" in run.stdout
+
+
+def test_whoever_reads_the_output_may_stop():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        command = [sys.executable, "-m", "common", "compare", "8", "9"]
+        run = subprocess.run(
+            command, stdout=closed, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("options", [(), ("--experiments",), ("--grid",), ("--latency",)])
 def test_bench_without_a_gpu_is_one_clear_line(options):
     run = common("bench", *options, CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 2

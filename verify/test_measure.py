@@ -20,9 +20,13 @@ def test_timer_tells_long_from_short():
     assert 2 * max(samples["once"]) < min(samples["four times"])
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("causal", [False, True])
-def test_peers_compute_attention(causal):
-    q, k, v = (torch.randn(2, 4, 256, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+def test_peers_compute_attention(causal, kv_heads):
+    q, k, v = (
+        torch.randn(2, heads, 256, 128, device="cuda", dtype=torch.bfloat16)
+        for heads in (4, kv_heads, kv_heads)
+    )
     expected, _ = attention_reference(q, k, v, causal=causal, softmax_scale=128**-0.5)
     peers = load(q, k, v, causal=causal)
     assert list(peers) == ["sdpa_math", "sdpa_flash", "sdpa_cudnn", "flash_attention_3"]
