@@ -45,6 +45,13 @@ __device__ void cp_async_bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
+// Waits until all but this thread's PENDING latest groups have written the tensor, too: stores of
+// different groups are in no order otherwise.
+template <int PENDING>
+__device__ void cp_async_bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // What this thread has written to shared memory by ordinary instructions is seen by the copy engine
 // and by wgmma, once a barrier has told them of it.
 __device__ inline void fence_proxy_async() {

@@ -1,0 +1,532 @@
+// v10 -- one pipeline from a block's first tile to its last, softmax without a running maximum
+// change: a block stays and computes work after work, BLOCK_M queries of a head each: S of the next
+//     work runs while O of the last is written; the maximum of a row's first tile serves for the
+//     whole row, and where that overflows online softmax does the work again; with a causal mask
+//     long and short works alternate, and a warpgroup passes over a tile that is hidden from it
+// why: in v09 an SM starts and ends each block with nothing to multiply, and with a causal mask the
+//     longest blocks start last; a consumer's softmax takes longer than the other's products, since
+//     its instructions share the registers' ports with wgmma: without running maxima and rescaling
+//     there are 3.5 an element instead of 5; predicted: 1.1 times v09, 1.25 with a causal mask
+// limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+#include "mma.cuh"
+#include "tma.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
+
+constexpr int CONSUMERS = HEAD_DIM <= 64 ? 3 : 2;  // warpgroups that compute; one more copies
+constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int PRODUCER = 128 * CONSUMERS;  // the thread that starts all copies
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
+constexpr int BLOCK_M = 64 * CONSUMERS;              // query rows, 64 a warpgroup
+constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
+constexpr int NUM_STAGES = HEAD_DIM <= 64 ? 3 : 2;   // tiles of K, and of V, in shared memory
+constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
+constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
+// The last panels of Q are kept in registers, as many as there is room for, and O leaves through
+// their place in shared memory; without any it has a panel of its own.
+constexpr int Q_PANELS = HEAD_DIM <= 64 ? 0 : HEAD_DIM <= 128 ? 2 : 1;
+constexpr int Q_SMEM_DIM = (PANELS - Q_PANELS) * PANEL;  // columns of Q that wgmma reads from there
+constexpr int O_PANELS = Q_PANELS == 0 ? 1 : Q_PANELS;
+// P = 2^(S - m) exceeds 1 where S exceeds m. fp16 ends at 2^16; bf16 and float reach far further,
+// but O += P V needs room for V, too.
+constexpr float MAX_ROW_SUM = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p40f;
+
+// Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
+template <int NUM_PANELS, int ROWS>
+using Panels = Element[NUM_PANELS][ROWS][PANEL];
+
+struct alignas(1024) SharedMemory {                   // the swizzle's pattern: 8 rows of 128 bytes
+    Panels<PANELS - Q_PANELS + O_PANELS, BLOCK_M> q;  // its last O_PANELS: where O leaves, too
+    Panels<PANELS, BLOCK_N> k[NUM_STAGES];
+    Panels<PANELS, BLOCK_N> v[NUM_STAGES];
+    Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
+    Mbarrier q_empty, k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every consumer warp has read it
+    Mbarrier pass_done;                                          // and has written to:
+    uint32_t failed[4 * CONSUMERS];  // bit i: the block's work i, bit 31: all from 31 on
+    // m of each consumer's two rows. They lie here because a vector load brings them to neighbouring
+    // registers, which are in different banks: then the multiply-adds of the exponentials, which take
+    // them in turn, find both in the operand caches and read one register, not two, while wgmma
+    // keeps the registers' ports busy. Left alone, ptxas may put both into one bank.
+    alignas(16) float shift[128 * CONSUMERS][4];
+    int section;  // heads, see work_at
+};
+
+extern "C" {
+__constant__ LaunchDescriptor launch_descriptor = {
+    .alignment = 16,
+    .kernels = {{.name = "attention_forward",
+                 .grid = {{SEQ_Q, BLOCK_M}, {HEADS, 1}, {BATCH, 1}},
+                 .threads = NUM_THREADS,
+                 .smem_bytes = sizeof(SharedMemory),
+                 .blocks_per_sm = 1}},
+    .q_box = {BLOCK_M, PANEL, SWIZZLE_128B},
+    .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+    .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+    .o_box = {16, PANEL, SWIZZLE_128B},
+};
+}
+
+// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros where the tensor ends, and
+// announces its bytes to the barrier. For one thread.
+template <int NUM_PANELS, int ROWS>
+__device__ void load_tile(Panels<NUM_PANELS, ROWS>& tile, const TensorMap& map, int row, int head,
+                          int batch, Mbarrier& full) {
+    mbarrier_arrive_expect_tx(full, PANELS * sizeof(tile[0]));
+#pragma unroll
+    for (int panel = 0; panel < PANELS; ++panel)
+        cp_async_bulk_tensor_load(tile[panel][0], map, PANEL * panel, row, head, batch, full);
+}
+
+// Describes the columns d ... d + 15 of a tile, its rows from `row` on: Q or K.
+template <int NUM_PANELS, int ROWS>
+__device__ uint64_t k_major(const Panels<NUM_PANELS, ROWS>& tile, int row, int d) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, 8 * 2 * PANEL);
+}
+
+// Describes the rows key ... key + 15 of a tile, all columns: V.
+template <int NUM_PANELS, int ROWS>
+__device__ uint64_t mn_major(const Panels<NUM_PANELS, ROWS>& tile, int key) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), 8 * 2 * PANEL);
+}
+
+// Where TMA puts 8 elements of a tile's row from column d on: 8 chunks of a row change places.
+template <int NUM_PANELS, int ROWS>
+__device__ Element* swizzled(Panels<NUM_PANELS, ROWS>& tile, int row, int d) {
+    return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
+}
+
+// The maximum (or sum) over the 4 lanes that share a row, known to all of them.
+template <typename Combine>
+__device__ float quad_reduce(float x, Combine combine) {
+    x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return combine(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+struct Work {
+    int q_start, head;  // of all batches' heads
+    int num_tiles;      // of K, and of V; at least 1
+};
+
+// With a causal mask a warpgroup may have nothing to do with the last tile, but with no other one.
+static_assert(BLOCK_M - 64 <= BLOCK_N && NUM_STAGES >= 2);
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
+    attention_forward(const __grid_constant__ AttentionParams p) {
+    SharedMemory& smem = shared_memory<SharedMemory>();
+    const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
+    const int all_heads = p.batch * p.heads;
+    const int num_works = q_blocks * all_heads;
+    // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
+    const int offset = p.seq_k - p.seq_q;
+    // The same in all lanes; the shuffles tell the compiler so.
+    const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
+    const int warpgroup = uniform(threadIdx.x / 128);
+    const int lane = threadIdx.x % 32;
+
+    // The keys that a row sees, and their tiles, at least 1.
+    const auto keys_of = [&](int row) { return CAUSAL ? min(p.seq_k, row + offset + 1) : p.seq_k; };
+    const auto tiles_of = [&](int row) { return max(1, (keys_of(row) + BLOCK_N - 1) / BLOCK_N); };
+    // Block b takes the works b, b + gridDim.x, b + 2 gridDim.x ..., each time one of a round. With a
+    // causal mask a work is the longer the later its queries are. Then works are sorted by length
+    // within sections of whole heads, downwards in every other section, upwards in the rest, the last
+    // one downwards: so a block's long works are followed by short ones.
+    const auto work_at = [&](int i) {
+        int head = i / q_blocks, q_block = i % q_blocks, first_row = 0;
+        if (CAUSAL) {
+            const int section = head / smem.section, first_head = section * smem.section;
+            const int heads = min(smem.section, all_heads - first_head);
+            const int in_section = i - first_head * q_blocks;
+            head = first_head + in_section % heads;
+            q_block = in_section / heads;
+            const bool downwards = ((all_heads - 1) / smem.section - section) % 2 == 0;
+            if (downwards) q_block = q_blocks - 1 - q_block;
+            // A head's block that is not full is the first, which sees the fewest keys. O leaves in
+            // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its rows.
+            first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
+        }
+        const int q_start = first_row + q_block * BLOCK_M;
+        return Work{q_start, head, tiles_of(q_start + BLOCK_M - 1)};
+    };
+    // The block's works by their bits; the first of them from i on, num_works without one.
+    constexpr uint32_t ALL = ~0u;
+    const auto work_bit = [&](int i) { return 1u << min(i / gridDim.x, 31); };
+    const auto find_work = [&](int i, uint32_t works) {
+        while (i < num_works && !(works & work_bit(i))) i += gridDim.x;
+        return i;
+    };
+
+    // The tiles of a stage are the phases of its barriers. Phase -1 counts as completed from the
+    // beginning: a new stage is empty.
+    const auto wait_for = [](Mbarrier& barrier, int phase) {
+        while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
+        }
+    };
+    // Works that some warp has failed to compute in the first pass.
+    const auto wait_for_failed = [&] {
+        wait_for(smem.pass_done, 0);
+        uint32_t failed = 0;
+#pragma unroll
+        for (uint32_t of_warp : smem.failed) failed |= of_warp;
+        return failed;
+    };
+
+    if (threadIdx.x == PRODUCER) {
+        // A section's works fill up to 4 rounds, as few as they fill to nine tenths: the fewer heads
+        // are at work at once, the more evenly their K and V are fetched from DRAM.
+        for (int rounds = 1; rounds <= 4; ++rounds) {
+            const int blocks = gridDim.x;
+            smem.section = max(1, rounds * blocks / q_blocks);
+            if (10 * smem.section * q_blocks >= 9 * rounds * blocks) break;
+        }
+        mbarrier_init(smem.q_full, 1);
+        mbarrier_init(smem.q_empty, 4 * CONSUMERS);
+#pragma unroll
+        for (int stage = 0; stage < NUM_STAGES; ++stage) {
+            mbarrier_init(smem.k_full[stage], 1);
+            mbarrier_init(smem.v_full[stage], 1);
+            mbarrier_init(smem.k_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.v_empty[stage], 4 * CONSUMERS);
+        }
+        mbarrier_init(smem.pass_done, 4 * CONSUMERS);
+        fence_mbarrier_init();
+    }
+    __syncthreads();  // the mbarriers are initialized, the section is known
+
+    int num_begun = 0;  // works, of all passes: phases of Q's barriers
+    int num_tiles = 0;  // of all works: the next one's place in the stages
+
+    if (warpgroup == CONSUMERS) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (threadIdx.x != PRODUCER) return;
+        // K of a tile, then V of the tile before: as the consumers need them.
+        const auto load_works = [&](uint32_t works) {
+            int v_row = 0, v_head = 0, v_batch = 0;
+            const auto load_v = [&](int tile) {
+                const int stage = tile % NUM_STAGES;
+                wait_for(smem.v_empty[stage], tile / NUM_STAGES - 1);
+                load_tile<PANELS, BLOCK_N>(smem.v[stage], p.v_map, v_row, v_head, v_batch,
+                                           smem.v_full[stage]);
+            };
+            const int first_tile = num_tiles;
+            for (int i = find_work(blockIdx.x, works); i < num_works;
+                 i = find_work(i + gridDim.x, works), ++num_begun) {
+                const Work work = work_at(i);
+                const int head = work.head % p.heads, batch = work.head / p.heads;
+                const int kv_head = head / (p.heads / p.kv_heads);
+                for (int tile = 0; tile < work.num_tiles; ++tile, ++num_tiles) {
+                    const int stage = num_tiles % NUM_STAGES;
+                    wait_for(smem.k_empty[stage], num_tiles / NUM_STAGES - 1);
+                    load_tile<PANELS, BLOCK_N>(smem.k[stage], p.k_map, tile * BLOCK_N, kv_head,
+                                               batch, smem.k_full[stage]);
+                    if (num_tiles > first_tile) load_v(num_tiles - 1);
+                    if (tile == 0) {
+                        wait_for(smem.q_empty, num_begun - 1);
+                        load_tile(smem.q, p.q_map, work.q_start, head, batch, smem.q_full);
+                    }
+                    v_row = tile * BLOCK_N, v_head = kv_head, v_batch = batch;
+                }
+            }
+            load_v(num_tiles - 1);
+        };
+        load_works(ALL);
+        if (const uint32_t failed = wait_for_failed()) load_works(failed);
+        return;
+    }
+
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    const int group_row = 64 * warpgroup;  // of the block, the warpgroup's first
+    const int warp = uniform(threadIdx.x / 32);
+    const int warp_row = 16 * warp;  // and the warp's
+    const auto release = [&](Mbarrier& empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    // Consumers start their products in turn, so that one computes softmax while another multiplies:
+    // barrier 1 + w takes the 128 threads of warpgroup w, which wait, and the 128 of its predecessor,
+    // which have started theirs. Nobody takes the last turn.
+    const auto wait_for_turn = [&] { bar_sync(1 + warpgroup, 256); };
+    const auto pass_turn = [&] { bar_arrive(1 + (warpgroup + 1) % CONSUMERS, 256); };
+    if (warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
+
+    // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
+    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    // A lane's elements of S and O: of the rows 8 r + lane / 4 of its warp's 16, in
+    // s_acc[n][2 r + i] and o_acc[n][2 r + i], the columns 8 n + 2 (lane % 4) + i.
+    float o_acc[DIM / 8][4] = {};
+    float row_max[2];  // m, in units of log2: of the first tile, or of all tiles so far
+    float row_sum[2];  // this lane's share of l
+
+    constexpr int Q_STEPS = Q_PANELS == 0 ? 1 : (DIM - Q_SMEM_DIM) / 16;
+    uint32_t q_frag[Q_STEPS][4];  // [16, 16] each, of the warp's rows
+    float s_acc[BLOCK_N / 8][4];
+    uint32_t p_frag[BLOCK_N / 16][4];
+    float shift[2], rescale[2];
+
+    // ---- load Q: what goes to registers
+    const auto load_q = [&] {
+        wait_for(smem.q_full, num_begun);
+#pragma unroll
+        for (int d = Q_SMEM_DIM; d < DIM; d += 16)
+            ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
+                        swizzled(smem.q, warp_row + lane % 16, d + lane / 16 * 8));
+        __syncwarp();  // every lane has its elements, whose place is then O's
+    };
+
+    // ---- S = Q K^T  [BLOCK_M, BLOCK_N], [64, BLOCK_N] of it in each warpgroup
+    const auto start_s = [&] {
+        const int stage = num_tiles % NUM_STAGES;
+        wait_for(smem.k_full[stage], num_tiles / NUM_STAGES);
+        wgmma_fence(s_acc, q_frag);
+#pragma unroll
+        for (int d = 0; d < HEAD_DIM; d += 16) {
+            const uint64_t k_desc = k_major<PANELS, BLOCK_N>(smem.k[stage], 0, d);
+            if (d < Q_SMEM_DIM)
+                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(s_acc, k_major(smem.q, group_row, d),
+                                                          k_desc, d > 0);
+            else
+                wgmma_m64nNk16<Element, K_MAJOR>(s_acc, q_frag[(d - Q_SMEM_DIM) / 16], k_desc,
+                                                 d > 0);
+        }
+        wgmma_commit_group();
+    };
+
+    const auto load_shift = [&] {
+        const float4 stored = load_float4(smem.shift[threadIdx.x]);
+        shift[0] = stored.x, shift[1] = stored.y;
+    };
+
+    // ---- softmax: P = 2^(S - m); if ONLINE, m' = max(m, max S) and alpha = 2^(m - m') before
+    const auto softmax = [&]<bool ONLINE>(std::bool_constant<ONLINE>, const Work& work, int tile) {
+        // The scale is part of the exponential's multiply-add. All of a row's P share the rounding
+        // error of scale * max, which cancels (for logits up to 2^27). But with a negative scale the
+        // largest S is not the largest logit, and 0 * -inf is NaN.
+        float tile_scale = scale_log2;
+        if (scale_log2 <= 0.0f) {
+            tile_scale = 1.0f;
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s_acc[n][i] *= scale_log2;
+        }
+        // Hidden keys, where the warp's first row has some.
+        const int k_start = tile * BLOCK_N, warp_start = work.q_start + warp_row;
+        if (k_start + BLOCK_N > keys_of(warp_start)) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                // From the lane's first column on.
+                const int row = warp_start + 8 * r + lane / 4;
+                const int keys = keys_of(row) - k_start - 2 * (lane % 4);
+#pragma unroll
+                for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        if (8 * n + i >= keys) s_acc[n][2 * r + i] = -INFINITY;
+            }
+        }
+        if (ONLINE) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float tile_max = -INFINITY;
+#pragma unroll
+                for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) tile_max = fmaxf(tile_max, s_acc[n][2 * r + i]);
+                tile_max = quad_reduce(tile_max, [](float x, float y) { return fmaxf(x, y); });
+                const float row_max_new = fmaxf(row_max[r], tile_max * tile_scale);
+                // Before the first visible key m' = -inf; 2^(s - 0) = 0 there, 2^(-inf + inf) is NaN.
+                shift[r] = row_max_new == -INFINITY ? 0.0f : row_max_new;
+                rescale[r] = ex2_approx_ftz(row_max[r] - shift[r]);
+                row_max[r] = row_max_new;
+                row_sum[r] *= rescale[r];
+            }
+            store_float4(smem.shift[threadIdx.x], {shift[0], shift[1], 0.0f, 0.0f});
+        }
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                s_acc[n][i] = ex2_approx_ftz(s_acc[n][i] * tile_scale - shift[i / 2]);
+                row_sum[i / 2] += s_acc[n][i];
+            }
+    };
+
+    // P as wgmma wants its operand A.
+    const auto convert_p = [&] {
+#pragma unroll
+        for (int j = 0; j < BLOCK_N / 16; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* s = &s_acc[2 * j + i / 2][2 * (i % 2)];
+                p_frag[j][i] = cvt_rn_x2<Element>(s[0], s[1]);
+            }
+    };
+
+    // The first tile of a work, whose S has been started.
+    const auto group_tiles = [&](const Work& work) {
+        return tiles_of(work.q_start + group_row + 63);
+    };
+    const auto softmax_first = [&](const Work& work) {
+        const int stage = num_tiles % NUM_STAGES;
+        wgmma_wait_group<0>(s_acc);
+        release(smem.k_empty[stage]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) row_max[r] = -INFINITY, row_sum[r] = 0.0f;
+        softmax(std::true_type(), work, 0);
+        convert_p();
+        if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O of the work before has left
+        if (Q_SMEM_DIM == 0 || group_tiles(work) == 1) release(smem.q_empty);
+        wait_for(smem.v_full[stage], num_tiles / NUM_STAGES);
+        ++num_tiles;
+    };
+
+    // ---- O += P V  [BLOCK_M, HEAD_DIM], [64, DIM] of it in each warpgroup
+    const auto start_pv = [&](int stage, int tile) {
+        wgmma_fence(o_acc, p_frag);
+#pragma unroll
+        for (int j = 0; j < BLOCK_N; j += 16)
+            wgmma_m64nNk16<Element, MN_MAJOR>(o_acc, p_frag[j / 16],
+                                              mn_major<PANELS, BLOCK_N>(smem.v[stage], j),
+                                              tile > 0 || j > 0);
+        wgmma_commit_group();
+    };
+
+    // ---- write O and lse
+    const auto write = [&](const Work& work) {
+        float inverse[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = work.q_start + warp_row + 8 * r + lane / 4;
+            const float sum = quad_reduce(row_sum[r], [](float x, float y) { return x + y; });
+            inverse[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            // log sum exp = m ln 2 + log l; -inf where no key is visible.
+            if (lane % 4 == 0 && 0 <= row && row < p.seq_q)
+                p.lse[int64_t(work.head) * p.seq_q + row] =
+                    sum == 0.0f ? -INFINITY : shift[r] * 0.6931471805599453f + logf(sum);
+        }
+        // O_PANELS at a time. A warp's 16 rows of a panel, swizzled, are a box. TMA leaves out the
+        // rows past seq_q and the columns past HEAD_DIM, some of which nobody has written.
+        auto* o_smem = &smem.q[PANELS - Q_PANELS];
+#pragma unroll
+        for (int first = 0; first < PANELS; first += O_PANELS) {
+            if (first > 0 || Q_PANELS == 0) {
+                if (lane == 0) cp_async_bulk_wait_group_read<0>();
+                __syncwarp();  // what was there has left
+            }
+            const int end = min(first + O_PANELS, PANELS);
+#pragma unroll
+            for (int n = first * PANEL / 8; n < min(end * PANEL, DIM) / 8; n += 2) {
+                uint32_t o_frag[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* x = &o_acc[n + i / 2][2 * (i % 2)];
+                    o_frag[i] = cvt_rn_x2<Element>(x[0] * inverse[i % 2], x[1] * inverse[i % 2]);
+                }
+                const int d = 8 * n + lane / 16 * 8 - first * PANEL, row = warp_row + lane % 16;
+                stmatrix_x4(&o_smem[d / PANEL][row][d % PANEL ^ row % 8 * VEC], o_frag);
+            }
+            fence_proxy_async();  // of each writer, before the barrier
+            __syncwarp();
+            const int row = work.q_start + warp_row;
+            if (lane == 0 && row >= 0) {
+#pragma unroll
+                for (int panel = first; panel < end; ++panel)
+                    cp_async_bulk_tensor_store(p.o_map, PANEL * panel, row, work.head % p.heads,
+                                               work.head / p.heads,
+                                               o_smem[panel - first][warp_row]);
+                cp_async_bulk_commit_group();
+            }
+        }
+    };
+
+    const auto uniform_work_at = [&](int i) {
+        const Work work = work_at(i);
+        return Work{uniform(work.q_start), uniform(work.head), uniform(work.num_tiles)};
+    };
+    // The works of a set, which is not empty, by the maximum of their first tiles or by online
+    // softmax. Returns those whose sums went out of bounds.
+    const auto attend = [&]<bool ONLINE>(std::bool_constant<ONLINE> online, uint32_t works) {
+        uint32_t failed = 0;
+        int i = find_work(blockIdx.x, works);
+        Work work = uniform_work_at(i);
+        load_q();
+        wait_for_turn();
+        start_s();
+        pass_turn();
+        softmax_first(work);
+        for (;;) {
+            // ---- for each K/V tile
+            const int last_tile = group_tiles(work) - 1;
+            for (int tile = 1; tile <= last_tile; ++tile, ++num_tiles) {
+                const int stage = num_tiles % NUM_STAGES;
+                const int stage_before = (num_tiles - 1) % NUM_STAGES;
+                wait_for_turn();
+                start_s();
+                start_pv(stage_before, tile - 1);
+                pass_turn();
+                load_shift();
+                wgmma_wait_group<1>(s_acc);
+                release(smem.k_empty[stage]);
+                if (Q_SMEM_DIM > 0 && tile == last_tile) release(smem.q_empty);
+                softmax(online, work, tile);  // while O += P V runs
+                // The wait for V stands here because ptxas moves no code across a loop that waits:
+                // without it, ptxas lets all of the softmax wait for O.
+                wait_for(smem.v_full[stage], num_tiles / NUM_STAGES);
+                wgmma_wait_group<0>(o_acc, p_frag);
+                release(smem.v_empty[stage_before]);
+                if (ONLINE) {
+#pragma unroll
+                    for (int n = 0; n < DIM / 8; ++n)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
+                }
+                convert_p();
+            }
+            if (!ONLINE) {
+                const bool ok = row_sum[0] <= MAX_ROW_SUM && row_sum[1] <= MAX_ROW_SUM;
+                if (__any_sync(0xffffffff, !ok)) failed |= work_bit(i);
+            }
+            ++num_begun;
+            i = find_work(i + gridDim.x, works);
+            const int last_stage = (num_tiles - 1) % NUM_STAGES;
+            if (CAUSAL && last_tile < work.num_tiles - 1) {  // the others' last tile
+                const int stage = num_tiles % NUM_STAGES;
+                wait_for_turn();
+                pass_turn();
+                wait_for(smem.k_full[stage], num_tiles / NUM_STAGES);
+                release(smem.k_empty[stage]);
+                wait_for(smem.v_full[stage], num_tiles / NUM_STAGES);
+                release(smem.v_empty[stage]);
+                ++num_tiles;
+            }
+            const Work done = work;
+            wait_for_turn();
+            if (i >= num_works) {
+                start_pv(last_stage, last_tile);
+                pass_turn();
+                wgmma_wait_group<0>(o_acc, p_frag);
+                release(smem.v_empty[last_stage]);
+                write(done);
+                return failed;
+            }
+            start_pv(last_stage, last_tile);
+            work = uniform_work_at(i);
+            load_q();
+            start_s();
+            pass_turn();
+            wgmma_wait_group<1>(o_acc, p_frag);
+            release(smem.v_empty[last_stage]);
+            write(done);  // while S of the next work runs
+            softmax_first(work);
+        }
+    };
+
+    const uint32_t failed_here = attend(std::false_type(), ALL);
+    if (lane == 0) smem.failed[warp] = failed_here;
+    release(smem.pass_done);
+    if (const uint32_t failed = wait_for_failed()) {
+        if (lane == 0) cp_async_bulk_wait_group<0>();  // O must not land after what replaces it
+        attend(std::true_type(), failed);
+    }
+    if (lane == 0) cp_async_bulk_wait_group_read<0>();
+}
