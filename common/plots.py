@@ -235,7 +235,7 @@ def _heads(cell: dict) -> str:
 def _highest(grid: dict) -> float:
     """Of all rates and the ceiling."""
     rates = [rate for cell in grid["cells"] for rate in cell["tflops"].values()]
-    rates += [grid["ceiling"]["tflops"]] if "ceiling" in grid else []
+    rates.append(grid["ceiling"]["tflops"])
     return max(rate for rate in rates if isinstance(rate, NUMBER))
 
 
@@ -261,10 +261,10 @@ def _grid_panel(axes: Axes, profile: Profile, cells: list[dict]) -> dict[str, Li
                 x, y, color=color, marker=marker, linewidth=width, markersize=4
             )
     _label_ends(axes, {name: drawn[name] for name in steps if name in drawn}, profile.grid_stale)
-    if ceiling := grid.get("ceiling"):
-        drawn[f"measured ceiling: product of {ceiling['matmul']}"] = axes.axhline(
-            ceiling["tflops"], color=INK, linestyle="--", linewidth=1.2
-        )
+    ceiling = grid["ceiling"]
+    drawn[f"measured ceiling: product of {ceiling['matmul']}"] = axes.axhline(
+        ceiling["tflops"], color=INK, linestyle="--", linewidth=1.2
+    )
     axes.grid(color=GRID)
     return {name: line for name, line in drawn.items() if name not in steps}
 

@@ -137,7 +137,13 @@ CELL = {
     "tflops": {EACH: AnyOf([_positive, {"missing": str}])},
     "samples_ms": _some({EACH: [_positive]}),
 }
-GRID_RECORD = {"device": str, "dtype": str, "sources": {EACH: _HASHES}, "cells": _some([CELL])}
+GRID_RECORD = {
+    "device": str,
+    "dtype": str,
+    "sources": {EACH: _HASHES},
+    "ceiling": {"matmul": str, "tflops": _positive, "samples_ms": _some([_positive])},
+    "cells": _some([CELL]),
+}
 _SAMPLES = _some({EACH: _some([_positive])})
 LATENCY_RECORD = {
     "device": str,

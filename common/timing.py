@@ -11,7 +11,12 @@ from tqdm import tqdm
 
 
 def time_interleaved(
-    candidates: dict[str, Callable[[], object]], *, rounds: int = 30, warmup: int = 3, seed: int = 0
+    candidates: dict[str, Callable[[], object]],
+    *,
+    rounds: int = 30,
+    warmup: int = 3,
+    seed: int = 0,
+    sleep_cycles: int = 0,
 ) -> dict[str, list[float]]:
     """Milliseconds of every call, by candidate, one sample a round.
 
@@ -19,6 +24,9 @@ def time_interleaved(
     temperature drift over all of them alike and a ratio between two candidates holds. Before each
     call, outside its events, a buffer twice the size of the L2 cache is written, so every call
     starts with its inputs in DRAM.
+
+    Calls that the host launches more slowly than the device runs them need sleep_cycles: for so
+    many clocks the device does nothing before each round, while the host launches all of it.
     """
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
@@ -30,6 +38,8 @@ def time_interleaved(
     round_before = None
     for _ in tqdm(range(warmup + rounds), "timing", unit="round", leave=False, disable=None):
         shuffle(order)
+        if sleep_cycles:
+            torch.cuda._sleep(sleep_cycles)
         for name in order:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()

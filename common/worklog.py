@@ -30,8 +30,8 @@ from common.timeline_figure import timeline_figure
 
 HEADLINE_GPU = "h200"
 REQUIRED_TABLES = {
-    "README.md": ("results",),
-    "worklog.md": ("results", "memory", "peers", "counters", "sass", "banks", "grid"),
+    "README.md": ("results", "grid"),
+    "worklog.md": ("results", "memory", "peers", "counters", "sass", "banks", "grid", "latency"),
 }
 
 _OPENING = r"<!-- (?:table:|=)"
