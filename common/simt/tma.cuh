@@ -170,6 +170,9 @@ void cp_async_bulk_wait_group_read() {
     self.stores.erase(self.stores.begin(), self.stores.begin() + landed);
 }
 
+template <int PENDING>
+void cp_async_bulk_wait_group() { cp_async_bulk_wait_group_read<PENDING>(); }
+
 inline void fence_proxy_async() {
     simt::Worker& worker = *simt::Worker::current();
     worker.async_view().publish(worker.running_thread());
