@@ -81,4 +81,5 @@ def empty_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if o.stride(-1) != 1:  # q's axes overlap
         o = torch.empty_like(q, memory_format=torch.contiguous_format)
     # torch.empty takes numbers faster than a shape.
-    return o, torch.empty(*q.shape[:3], dtype=torch.float32, device=q.device)
+    batch, heads, seq_q, _ = q.shape
+    return o, torch.empty(batch, heads, seq_q, dtype=torch.float32, device=q.device)

@@ -30,7 +30,7 @@ class _Module:
     """A loaded cubin."""
 
     descriptor: LaunchDescriptor
-    functions: dict
+    functions: dict[str, tuple]  # PyCUDA's, and the bytes to put before its parameter
     resources: dict[str, Resources]
 
 
@@ -40,7 +40,7 @@ class _Problem:
 
     step_name: str
     descriptor: LaunchDescriptor
-    launches: tuple[tuple, ...]  # of each kernel: how to call it, grid, block, bytes of smem
+    launches: tuple[tuple, ...]  # of each kernel: PyCUDA's launch, gap, grid, block, bytes of smem
     workspace_bytes: tuple[int, ...]
 
 
@@ -140,18 +140,14 @@ class GpuBackend:
             raise UsageError(f"{step.name} {reason}")
         module = self._module(step, spec)
         plan = evaluate(module.descriptor, Sizes.of(q, k), self.multiprocessors)
-        launches = tuple(
-            (
-                module.functions[kernel.name].prepared_async_call,
-                (kernel.blocks, 1, 1),
-                (kernel.threads, 1, 1),
-                kernel.smem_bytes,
-            )
-            for kernel in plan.kernels
-        )
-        return partial(
-            self._run, _Problem(step.name, module.descriptor, launches, plan.workspace_bytes)
-        )
+        launches = []
+        for kernel in plan.kernels:
+            function, gap = module.functions[kernel.name]
+            grid, block = (kernel.blocks, 1, 1), (kernel.threads, 1, 1)
+            # prepared_async_call ends in this, and packs the bytes before: most of its time.
+            launches.append((function._launch_kernel, gap, grid, block, kernel.smem_bytes))
+        problem = _Problem(step.name, module.descriptor, tuple(launches), plan.workspace_bytes)
+        return partial(self._run, problem)
 
     def _run(
         self,
@@ -200,15 +196,15 @@ class GpuBackend:
         PyCUDA cannot launch on a stream that it did not make. torch's default stream is its None;
         any other waits for a stream of PyCUDA's, which waited for it.
         """
-        current = torch.cuda.current_stream(self.device.index)
-        if current.cuda_stream:
+        stream = None
+        # The handle alone, as torch's compiled code asks for it: current_stream() makes an object.
+        if torch._C._cuda_getCurrentRawStream(self.device.index):
+            current = torch.cuda.current_stream(self.device.index)
             stream, beside = self._stream_beside(current)
             beside.wait_stream(current)
-        else:
-            stream = None
         try:
-            for call, grid, block, smem_bytes in problem.launches:
-                call(grid, block, stream, params, shared_size=smem_bytes)
+            for launch, gap, grid, block, smem_bytes in problem.launches:
+                launch(grid, block, gap + params, smem_bytes, stream)
         except self._driver.Error as error:
             raise RuntimeError(f"{problem.step_name} cannot be launched: {error}") from None
         finally:
@@ -264,9 +260,8 @@ class GpuBackend:
                     continue
                 name = kernel.name.decode()
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
-                functions[name] = function = module.get_function(name)
-                padding = _parameter_offset(build.path, name)
-                function.prepare([f"{padding}x{ctypes.sizeof(AttentionParams)}s"])
+                function = module.get_function(name)
+                functions[name] = function, bytes(_parameter_offset(build.path, name))
                 if DEFAULT_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
                     function.set_attribute(
                         self._driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -304,7 +299,7 @@ def _parameter_offset(cubin: Path, kernel: str) -> int:
     """Bytes before the parameter in what is packed for a launch.
 
     Parameters begin at some address of constant memory, and the driver aligns only those that it
-    packs itself: here the packer leaves the gap in front of the 128-byte aligned AttentionParams.
+    packs itself: here a gap is left in front of the 128-byte aligned AttentionParams.
     """
     library = call("cuLibraryLoadFromFile", str(cubin).encode(), [], [], 0, [], [], 0)
     try:

@@ -128,7 +128,7 @@ def made_up_latency(step: Step) -> dict:
                 "causal": causal,
                 "device_us": {step.name: [4.0, 5.0, 60.0], "sdpa_flash": [40.0, 50.0, 60.0]},
                 "host_us": {step.name: [19.0, 20.0], "sdpa_flash": [190.0, 210.0]},
-                "missing": {"sdpa_math": "out of memory"},
+                "missing": {"flash_attention_3": "not installed"},
             }
             for name, causal in (("n128", False), ("n128_causal", True))
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -15,6 +16,7 @@ from common.launch import AttentionParams
 from common.step import all_steps
 
 CONTEXT = 7  # torch's
+GAP = b"gap"  # before a kernel's parameter
 V01, *_, NEWEST = all_steps()
 
 
@@ -55,13 +57,23 @@ class Gpu:
             "init": lambda: None,
             "get_device_capability": lambda device: (9, 0),
             "get_device_properties": lambda device: properties,
-            "current_stream": lambda device: self.stream,
+            "current_stream": self.current_stream,
             "ExternalStream": lambda handle, device: beside,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda index: {0: self.stream.cuda_stream}[index],
+            raising=False,  # a torch for the CPU has none
+        )
         self.backend = gpu.GpuBackend(torch.device("cuda", 0))
-        self.backend.device = torch.device("cpu")  # of the workspaces
+        self.backend.device = torch.device("cpu", 0)  # of the workspaces
         monkeypatch.setattr(self.backend, "_load", self.load)
+
+    def current_stream(self, index):
+        assert self.stream.cuda_stream, "made an object for the default stream"
+        return self.stream
 
     def encode(self, step_name, maps):
         self.events.append("encode")
@@ -71,15 +83,17 @@ class Gpu:
         step, spec, _ = job
         descriptor = CpuBackend().descriptor(step, spec)
         functions = {
-            kernel.name.decode(): SimpleNamespace(prepared_async_call=self.launch)
+            kernel.name.decode(): (SimpleNamespace(_launch_kernel=self.launch), GAP)
             for kernel in descriptor.kernels
             if kernel.name
         }
         return gpu._Module(descriptor, functions, {})
 
-    def launch(self, grid, block, stream, params, *, shared_size):
+    def launch(self, grid, block, parameters, smem_bytes, stream):
         if self.fails:
             raise DriverError("cuLaunchKernel failed: invalid argument")
+        gap, params = parameters[: len(GAP)], parameters[len(GAP) :]
+        assert (gap, len(params)) == (GAP, ctypes.sizeof(AttentionParams))
         self.events.append((stream and stream.handle, AttentionParams.from_buffer_copy(params)))
 
     def take(self) -> list:

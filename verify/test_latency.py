@@ -40,11 +40,13 @@ def profile(tmp_path):
 def without_a_gpu(monkeypatch):
     """One of two peers is there, wrong by what is told; calls are made and not timed."""
 
-    def load(error, q, k, v, *, causal):
+    def load(error, q, k, v, *, causal, without):
+        assert without == ("sdpa_math",)
         o, _ = attention_reference(q, k, v, causal=causal, softmax_scale=TINY.scale)
-        return {"sdpa_math": "out of memory", "sdpa_flash": Peer(lambda: o + error, "torch")}
+        peer = Peer(lambda: o + error, "torch")
+        return {"sdpa_flash": peer, "flash_attention_3": "not installed"}
 
-    def time_interleaved(calls, *, rounds):
+    def time_interleaved(calls, *, rounds, sleep_cycles):
         return {name: [call() is None or 0.002] * rounds for name, call in calls.items()}
 
     monkeypatch.setattr(measure, "_peak_memory", lambda call: (call(), 0))
@@ -66,7 +68,7 @@ def test_measured_cell(without_a_gpu):
         NEWEST.name: 2,
         "sdpa_flash": 2,
     }
-    assert cell["missing"] == {"sdpa_math": "out of memory"}
+    assert cell["missing"] == {"flash_attention_3": "not installed"}
 
 
 @pytest.mark.parametrize("error", [0.1, float("nan")])
@@ -87,7 +89,7 @@ def test_the_warm_up_does_not_count(monkeypatch):
 def test_table(profile):
     text = tables.latency(profile())
     assert text.splitlines()[:4] == [
-        f"| N | Mask | {NEWEST.name} | sdpa_flash | sdpa_math |",
+        f"| N | Mask | {NEWEST.name} | sdpa_flash | flash_attention_3 |",
         "| ---: | --- | ---: | ---: | ---: |",
         "| 128 | none | 5.0 / 19.5 | 50.0 / 200.0 | missing |",
         "| 128 | causal | 5.0 / 19.5 | 50.0 / 200.0 | missing |",
@@ -141,4 +143,4 @@ def test_tiny_cell_on_a_gpu():
     cell = latency.measure_cell(backend, step, TINY)
     assert problem(made_up_latency(step) | {"cells": [cell]}, LATENCY_RECORD) is None
     assert step.name in cell["device_us"]
-    assert "sdpa_math" in cell["host_us"]
+    assert "sdpa_flash" in cell["host_us"]
