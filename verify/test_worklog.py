@@ -23,6 +23,7 @@ from verify.made_up import made_up_record, made_up_static_record, made_up_timeli
 V01, V02, V03, V04 = all_steps()[:4]
 README = """# Title
 <!-- table: results --><!-- end -->
+<!-- table: grid --><!-- end -->
 It takes <!-- = v02.time_ms : .1f -->0<!-- end --> ms.
 """
 WORKLOG = """# Title
@@ -31,6 +32,7 @@ WORKLOG = """# Title
 <!-- table: peers --><!-- end -->
 <!-- table: counters --><!-- end -->
 <!-- table: grid --><!-- end -->
+<!-- table: latency --><!-- end -->
 <!-- table: sass --><!-- end -->
 <!-- table: banks --><!-- end -->
 <!-- table: resources v02 --><!-- end -->
