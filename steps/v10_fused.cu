@@ -523,6 +523,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     const uint32_t failed_here = attend(std::false_type(), ALL);
     if (lane == 0) smem.failed[warp] = failed_here;
+    if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O has left: its place is the next Q's
     release(smem.pass_done);
     if (const uint32_t failed = wait_for_failed()) {
         if (lane == 0) cp_async_bulk_wait_group<0>();  // O must not land after what replaces it
