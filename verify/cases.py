@@ -143,6 +143,23 @@ def rising_logits(case: Case, rng: torch.Generator) -> Inputs:
     return _rank_one(case, rng, x, y)
 
 
+def sudden_logits(case: Case, rng: torch.Generator) -> Inputs:
+    """Normal, but for a few queries some keys, none of them in a first tile, outdo all before.
+
+    Not in every third head of k, so that a kernel which trusts a row's first tile has some blocks
+    of queries to do again, each for a few of its rows.
+    """
+    q, k, v = normal(case, rng)
+    signs = _signs((case.shape.head_dim,), rng)
+    chosen_q = torch.rand(case.shape.q[:3], generator=rng) < 1 / 48
+    chosen_k = torch.rand(case.shape.kv[:3], generator=rng) < 1 / 8
+    chosen_k[:, ::3] = False
+    chosen_k[:, :, :128] = False
+    factors = _powers_of_two(case.shape.q[:3], -2, 3, rng)[..., None]
+    q = torch.where(chosen_q[..., None], factors * signs, q)
+    return q, torch.where(chosen_k[..., None], 4 * signs, k), v
+
+
 def one_hot(case: Case, rng: torch.Generator) -> Inputs:
     """Each query picks out one key, so that o is that key's row of v. Exact in bf16 and fp16.
 
@@ -296,6 +313,16 @@ CASES = (
     ),
     Case("rising_logits", Shape(1, 1, 1, 140, 900, 64), BF16, inputs=rising_logits),
     Case("rising_logits_fp32", Shape(1, 2, 2, 135, 470, 64), FP32, inputs=rising_logits),
+    Case("sudden_logits", Shape(1, 6, 6, 140, 300, 64), BF16, inputs=sudden_logits),
+    Case(
+        "sudden_logits_causal",
+        Shape(1, 5, 5, 250, 270, 64),
+        BF16,
+        causal=True,
+        inputs=sudden_logits,
+    ),
+    # More blocks of queries than two multiprocessors' blocks have bits for.
+    Case("many_works", Shape(1, 66, 66, 33, 100, 8), BF16, causal=True),
     Case("one_hot", Shape(1, 2, 2, 175, 340, 64), BF16, inputs=one_hot),
     Case("one_hot_causal", Shape(1, 2, 1, 290, 290, 64), BF16, causal=True, inputs=one_hot),
     Case("constant", Shape(1, 1, 1, 35, 350, 64), FP16, inputs=constant),
@@ -318,7 +345,7 @@ CASES = (
     Case("head_dim_40", Shape(1, 2, 2, 135, 175, 40), BF16),
     Case("head_dim_72", Shape(1, 2, 1, 70, 139, 72), FP16),
     Case("head_dim_136", Shape(1, 1, 1, 135, 150, 136), FP16, causal=True),
-    Case("head_dim_256", Shape(1, 1, 1, 145, 170, 256), FP16, causal=True),
+    Case("head_dim_256", Shape(1, 3, 3, 145, 170, 256), FP16, causal=True, inputs=sudden_logits),
     Case("head_dim_256_fp32", Shape(1, 1, 1, 145, 170, 256), FP32, causal=True),
     # Sizes that only a GPU gets through.
     Case("headline", Shape(4, 16, 16, 4096, 4096, 128), BF16, gpu_only=True),

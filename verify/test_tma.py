@@ -5,6 +5,7 @@ Where a swizzle puts an element is written down here once more, from the PTX ISA
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,7 @@ class Copied:
     places: np.ndarray  # [boxes, 4]: d, row, head, batch of each box's first element
     in_shared: np.ndarray  # [boxes, ROWS * columns]
     matrices: np.ndarray  # [boxes, 32, 8]
+    missing: np.ndarray  # [boxes]: elements that are not in o once the box has been stored
 
 
 def make_places(columns: int, head_dim: int) -> torch.Tensor:
@@ -74,12 +76,23 @@ def copied(make_backend, request) -> Copied:
     k[:, :4] = places
     k = k.view(BF16)[None, None].expand(BATCH, HEADS, -1, -1).to(backend.device)
     o = torch.full_like(q.view(torch.int16), -1).view(BF16)  # poison, on either backend
-    lse = torch.zeros(len(places), ROWS * columns // 2 + 128, device=backend.device)
+    box, matrices = ROWS * columns, 32 * 8
+    lse = torch.full((len(places), (box + matrices) // 2 + 1), torch.nan, device=backend.device)
     step = read_step(ROOT / "verify" / "instructions" / "tma.cu")
     backend.forward(step, q, k, k, o, lse, causal=False, softmax_scale=1.0)
-    in_shared, matrices = np.split(lse.cpu().numpy().view(np.int16), [ROWS * columns], axis=1)
+    in_shared, matrices, _ = np.split(
+        lse.cpu().numpy().view(np.int16), [box, box + matrices], axis=1
+    )
     q, o = (t.cpu().contiguous().view(torch.int16).numpy() for t in (q, o))
-    return Copied(swizzle, q, o, places.numpy(), in_shared, matrices.reshape(-1, 32, 8))
+    return Copied(
+        swizzle,
+        q,
+        o,
+        places.numpy(),
+        in_shared,
+        matrices.reshape(-1, 32, 8),
+        lse[:, -1].cpu().numpy(),
+    )
 
 
 def indices(copied: Copied, place: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
@@ -120,6 +133,7 @@ def test_store(copied):
         expected[at] = copied.q[at]
     assert 0.05 < (expected != -1).mean() < 0.95
     np.testing.assert_array_equal(copied.o, expected)
+    assert (copied.missing == 0).all()
 
 
 def test_stmatrix(copied):
@@ -257,52 +271,105 @@ STORES = [
     # Read in the wait that covers its group.
     ("store(0); cp_async_bulk_commit_group(); cp_async_bulk_wait_group_read<0>();", 1),
     (
-        "store(0); cp_async_bulk_commit_group(); fill(2); fence_proxy_async();"
-        "cp_async_bulk_wait_group_read<0>();",
+        "store(0); cp_async_bulk_commit_group(); fill(2); cp_async_bulk_wait_group_read<0>();",
         2,
     ),
     (
         "store(0); cp_async_bulk_commit_group(); store(1); cp_async_bulk_commit_group();"
-        "cp_async_bulk_wait_group_read<1>(); fill(2); fence_proxy_async();"
+        "cp_async_bulk_wait_group_read<1>(); fill(2);"
         "cp_async_bulk_wait_group_read<0>();",
         1,
     ),
     # Without a commit of its own a store is in the next group.
     (
         "store(0); store(1); cp_async_bulk_commit_group(); cp_async_bulk_commit_group();"
-        "cp_async_bulk_wait_group_read<1>(); fill(2); fence_proxy_async();"
+        "cp_async_bulk_wait_group_read<1>(); fill(2);"
         "cp_async_bulk_wait_group_read<0>();",
         1,
     ),
     (
         "store(0); cp_async_bulk_wait_group_read<0>(); cp_async_bulk_commit_group(); fill(2);"
-        "fence_proxy_async(); cp_async_bulk_wait_group_read<0>();",
+        "cp_async_bulk_wait_group_read<0>();",
         2,
     ),
 ]
 
 
-def test_stores_read_in_the_wait_for_their_group(tmp_path):
-    setup = (
-        SETUP
-        + """
+FILL = """
     if (t) return;
     const auto fill = [&](int x) {
         for (int i = 0; i < 512; ++i) smem.tiles[i / 128][i % 128] = from_float<Element>(x);
+        fence_proxy_async();
     };
     fill(1);
-    fence_proxy_async();
 """
-    )
-    bodies = [body for body, _ in STORES]
-    step = write_scenarios(
+
+
+def write_stores(tmp_path, bodies: Sequence[str]) -> Step:
+    setup = SETUP + FILL
+    return write_scenarios(
         tmp_path, "stores", bodies, setup, threads=32, globals_=INCLUDE, layout=LAYOUT, boxes=BOXES
     )
+
+
+def test_stores_read_in_the_wait_for_their_group(tmp_path):
+    step = write_stores(tmp_path, [body for body, _ in STORES])
     for scenario, (_, stored) in enumerate(STORES):
         for seed in range(2):
             o, _ = run(step, CpuBackend(seed), Q, scenario=scenario)
             assert (o[0, 0, :16] == stored).all()
             assert o[0, 0, 32:].isnan().all()
+
+
+# What a thread executes between two stores to the same rows; of what is stored first, then.
+BETWEEN = [
+    ("cp_async_bulk_wait_group<0>();", {2}),
+    ("cp_async_bulk_wait_group_read<0>();", {1, 2}),
+    ("cp_async_bulk_wait_group<1>(); cp_async_bulk_wait_group_read<0>();", {1, 2}),
+    ("cp_async_bulk_commit_group(); cp_async_bulk_wait_group<1>();", {2}),
+]
+AND_STORE_AGAIN = """
+    fill(2);
+    store(0);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read<0>();
+    fill(3);
+"""
+
+
+def test_stores_land_in_any_order_unless_awaited(tmp_path):
+    """Of two seeds that follow each other one shows it."""
+    bodies = [
+        f"store(0); cp_async_bulk_commit_group(); {between} {AND_STORE_AGAIN}"
+        for between, _ in BETWEEN
+    ]
+    step = write_stores(tmp_path, bodies)
+    for scenario, (_, stored) in enumerate(BETWEEN):
+        for seed in range(0, 8, 2):
+            runs = [run(step, CpuBackend(s), Q, scenario=scenario)[0] for s in (seed, seed + 1)]
+            assert {x for o in runs for x in o[0, 0, :16].flatten().tolist()} == stored
+
+
+def test_a_store_is_in_the_tensor_after_its_wait(tmp_path):
+    """Before it may be or not."""
+    tell = "p.lse[{}] = to_float(p.o[{}]);"
+    body = f"""
+    store(0);
+    cp_async_bulk_commit_group();
+    store(1);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read<0>();
+    {tell.format(0, 0)}
+    cp_async_bulk_wait_group<1>();
+    {tell.format(1, 0)}
+    {tell.format(2, 128)}
+    cp_async_bulk_wait_group<0>();
+    {tell.format(3, 128)}
+"""
+    step = write_stores(tmp_path, [body])
+    for seed, missing in (EARLY_SEED, [False] * 4), (LATE_SEED, [True, False, True, False]):
+        _, lse = run(step, CpuBackend(seed), Q, num_lse=4)
+        assert lse.isnan().tolist() == missing
 
 
 # ---- who sees what

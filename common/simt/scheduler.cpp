@@ -36,7 +36,7 @@ Worker::Worker(const Launch& launch)
 void Worker::run_block(uint32_t block) {
     blockIdx = {block, 0, 0};
     random = Random(mix(launch.seed) + block);
-    loads_may_be_early = Random(~mix(block)).below(2) != launch.odd;
+    copies_may_be_early = Random(~mix(block)).below(2) != launch.odd;
     one_warp_first = random.below(2);
     smem.poison();
     smem_async_view.begin_block();
@@ -51,6 +51,8 @@ void Worker::run_block(uint32_t block) {
         make_runnable(i);
     }
     Fiber::switch_to(scheduler, next_thread());
+    for (running = 0; running < launch.num_threads; ++running)
+        land_stores(threads[running], threads[running].stores.size());
     running = NO_THREAD;
     require_loads_landed();
     if (const char* where = smem.damaged_slack()) {
@@ -106,8 +108,8 @@ void Worker::run_threads() {
 }
 
 void Worker::exit_thread() {
-    if (!threads[running].stores.empty()) {
-        const BulkCopy& store = threads[running].stores[0];
+    for (const BulkCopy& store : threads[running].stores) {
+        if (!store.elements.empty()) continue;
         fault("exit with a store in flight")
             .add(
                 ": %s (%s:%d) may not have read shared memory yet, which ends with the block: "
@@ -136,6 +138,14 @@ bool Worker::is_awaited(const BulkCopy& load) const {
             return true;
     }
     return false;
+}
+
+void Worker::land_stores(Thread& thread, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+        const BulkCopy& store = thread.stores[copies_may_be_early ? i : count - 1 - i];
+        store.land(store);
+    }
+    thread.stores.erase(thread.stores.begin(), thread.stores.begin() + count);
 }
 
 size_t Worker::sort_loads() {
@@ -182,7 +192,7 @@ Group& Worker::next_warp() {
 }
 
 Fiber& Worker::next_thread() {
-    if (loads_may_be_early && !loads.empty() && once_in(4)) land_load(loads.size());
+    if (copies_may_be_early && !loads.empty() && once_in(4)) land_load(loads.size());
     while (num_runnable == 0) {
         const size_t awaited = sort_loads();
         if (awaited == 0) break;

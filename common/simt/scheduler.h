@@ -62,6 +62,12 @@ class Worker {
     // The copy lands later, as late as when no thread can go on without it.
     void start_load(const BulkCopy& load) { loads.push_back(load); }
 
+    // The first so many of the thread's stores, which have all read their elements, write them.
+    void land_stores(Thread& thread, size_t count);
+
+    // Whether the block's copies need not be as late as they may.
+    bool may_copy_early() const { return copies_may_be_early; }
+
     // Whether to do what may happen at any time, once in n.
     bool once_in(int n) { return random.below(n) == 0; }
 
@@ -139,8 +145,9 @@ class Worker {
     // barrier is missing it then overwrites what the others have yet to read; when every thread is
     // drawn at random, a warp that has to meet in shuffles never gets so far ahead.
     bool one_warp_first = false;
-    // Drawn for each block: loads land at any time; else as late as they may.
-    bool loads_may_be_early = false;
+    // Drawn for each block: loads land at any time, stores in order as soon as they have read their
+    // elements; else all as late as they may, the latest stores first.
+    bool copies_may_be_early = false;
     int running = NO_THREAD;
     int num_exited = 0;
     Random random;

@@ -46,7 +46,8 @@ struct BulkCopy {
     uint64_t group;  // of a store: how many groups its thread had committed
     int mbarrier;    // of a load: its byte in shared memory
     TensorBox box;
-    void (*land)(const BulkCopy&);  // does all of it
+    void (*land)(const BulkCopy&);  // of a store: writes the elements; of a load: does all of it
+    std::vector<std::byte> elements = {};  // of a store: what it has read; empty before
 };
 
 struct Thread {

@@ -1,6 +1,7 @@
 // The tensor memory accelerator, for the host compiler: the twin of common/device/tma.cuh. A load
 // lands at any time after its issue, in half of the blocks as late as it may, and its place is
-// poison until then; a store reads shared memory in the wait that covers its group.
+// poison until then; a store reads shared memory in the wait that covers its group, and writes the
+// tensor at once or, in half of the blocks, as late as it may, after the stores that follow it.
 #pragma once
 #include "async.h"
 #include "mbarrier.cuh"
@@ -114,10 +115,21 @@ inline void land_load(const BulkCopy& load) {
 }
 
 inline void land_store(const BulkCopy& store) {
-    const auto elements = read_box(store.box, store.name, store.site);
     for_each_element(store.box, [&](const std::byte* from, std::byte* to) {
-        if (to) memcpy(to, &elements[from - store.box.in_shared], sizeof(Element));
+        if (to) memcpy(to, &store.elements[from - store.box.in_shared], sizeof(Element));
     });
+}
+
+// How many of the running thread's stores are not in its `pending` latest groups. What is in no
+// group yet is newer than all of them.
+inline size_t num_stores_before(uint64_t pending) {
+    const Thread& self = Worker::current()->self();
+    size_t count = 0;
+    while (count < self.stores.size() &&
+           self.stores[count].group + pending < self.num_store_groups) {
+        ++count;
+    }
+    return count;
 }
 
 }  // namespace simt
@@ -157,21 +169,24 @@ inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, int row, int
 
 inline void cp_async_bulk_commit_group() { ++simt::Worker::current()->self().num_store_groups; }
 
-// Lands the groups it waits for. What is in no group yet is newer than all of them.
 template <int PENDING>
 void cp_async_bulk_wait_group_read() {
-    simt::Thread& self = simt::Worker::current()->self();
-    size_t landed = 0;
-    for (; landed < self.stores.size(); ++landed) {
-        const simt::BulkCopy& store = self.stores[landed];
-        if (store.group + PENDING >= self.num_store_groups) break;
-        store.land(store);
+    simt::Worker& worker = *simt::Worker::current();
+    const size_t count = simt::num_stores_before(PENDING);
+    for (size_t i = 0; i < count; ++i) {
+        simt::BulkCopy& store = worker.self().stores[i];
+        if (store.elements.empty())
+            store.elements = simt::read_box(store.box, store.name, store.site);
     }
-    self.stores.erase(self.stores.begin(), self.stores.begin() + landed);
+    if (worker.may_copy_early()) worker.land_stores(worker.self(), count);
 }
 
 template <int PENDING>
-void cp_async_bulk_wait_group() { cp_async_bulk_wait_group_read<PENDING>(); }
+void cp_async_bulk_wait_group() {
+    cp_async_bulk_wait_group_read<PENDING>();
+    simt::Worker& worker = *simt::Worker::current();
+    worker.land_stores(worker.self(), simt::num_stores_before(PENDING));
+}
 
 inline void fence_proxy_async() {
     simt::Worker& worker = *simt::Worker::current();

@@ -28,15 +28,16 @@ __constant__ LaunchDescriptor launch_descriptor = {
 };
 }
 
-// Block i copies a box from q to the same place in o, which no box may begin before. Where it is say the first integers of row i
-// of k: d, row, head, batch. What lies in shared memory goes to lse [seq_k, words] as it is: the box,
-// then four matrices that a warp has stored.
+// Block i copies a box from q to the same place in o, which no box may begin before. Where it is
+// say the first integers of row i of k: d, row, head, batch. What lies in shared memory goes to
+// lse [seq_k, words] as it is: the box, then four matrices that a warp has stored. The last word is
+// how many of the box's elements o lacks when the wait for the store ends.
 extern "C" __global__ void attention_forward(const __grid_constant__ AttentionParams p) {
     constexpr int BOX_WORDS = ROWS * COLUMNS / 2, MATRIX_WORDS = 32 * 8 / 2;
     SharedMemory& smem = shared_memory<SharedMemory>();
     const int lane = threadIdx.x % 32;
     const auto* place = reinterpret_cast<const int16_t*>(p.k + blockIdx.x * p.k_stride.row);
-    float* words = p.lse + int64_t(blockIdx.x) * (BOX_WORDS + MATRIX_WORDS);
+    float* words = p.lse + int64_t(blockIdx.x) * (BOX_WORDS + MATRIX_WORDS + 1);
 
     if (threadIdx.x == 0) {
         mbarrier_init(smem.full, 1);
@@ -54,11 +55,21 @@ extern "C" __global__ void attention_forward(const __grid_constant__ AttentionPa
     for (int i = threadIdx.x; i < ROWS * COLUMNS; i += 64) smem.stored[i] = smem.loaded[i];
     fence_proxy_async();
     __syncthreads();  // the box is there, and each thread has fenced
+    float missing = 0;
     if (threadIdx.x == 0 && min(min(place[0], place[1]), min(place[2], place[3])) >= 0) {
         cp_async_bulk_tensor_store(p.o_map, place[0], place[1], place[2], place[3], smem.stored);
         cp_async_bulk_commit_group();
-        cp_async_bulk_wait_group_read<0>();
+        cp_async_bulk_wait_group<0>();
+        const auto at = [&](const Element* tensor, const Strides& stride, int row, int d) {
+            return to_float(
+                tensor[place[3] * stride.batch + place[2] * stride.head + row * stride.row + d]);
+        };
+        const bool inside = place[2] < p.heads && place[3] < p.batch;
+        for (int row = place[1]; inside && row < min(place[1] + ROWS, p.seq_q); ++row)
+            for (int d = place[0]; d < min(place[0] + COLUMNS, HEAD_DIM); ++d)
+                missing += at(p.o, p.o_stride, row, d) != at(p.q, p.q_stride, row, d);
     }
+    if (threadIdx.x == 0) words[BOX_WORDS + MATRIX_WORDS] = missing;
 
     // Of matrix m, lane i has the elements 64 m + 2 i and 64 m + 2 i + 1.
     uint32_t r[4];
