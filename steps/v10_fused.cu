@@ -406,7 +406,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
         // O_PANELS at a time. A warp's 16 rows of a panel, swizzled, are a box. TMA leaves out the
         // rows past seq_q and the columns past HEAD_DIM, some of which nobody has written.
-        auto* o_smem = &smem.q[PANELS - Q_PANELS];
 #pragma unroll
         for (int first = 0; first < PANELS; first += O_PANELS) {
             if (first > 0 || Q_PANELS == 0) {
@@ -422,8 +421,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                     const float* x = &o_acc[n + i / 2][2 * (i % 2)];
                     o_frag[i] = cvt_rn_x2<Element>(x[0] * inverse[i % 2], x[1] * inverse[i % 2]);
                 }
-                const int d = 8 * n + lane / 16 * 8 - first * PANEL, row = warp_row + lane % 16;
-                stmatrix_x4(&o_smem[d / PANEL][row][d % PANEL ^ row % 8 * VEC], o_frag);
+                const int d = (PANELS - Q_PANELS - first) * PANEL + 8 * n + lane / 16 * 8;
+                stmatrix_x4(swizzled(smem.q, warp_row + lane % 16, d), o_frag);
             }
             fence_proxy_async();  // of each writer, before the barrier
             __syncwarp();
@@ -433,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 for (int panel = first; panel < end; ++panel)
                     cp_async_bulk_tensor_store(p.o_map, PANEL * panel, row, work.head % p.heads,
                                                work.head / p.heads,
-                                               o_smem[panel - first][warp_row]);
+                                               smem.q[PANELS - Q_PANELS + panel - first][warp_row]);
                 cp_async_bulk_commit_group();
             }
         }
@@ -501,6 +500,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
             const Work done = work;
             wait_for_turn();
+            // O += P V is started in either branch: ptxas serializes a wgmma that is under way where
+            // branches part.
             if (i >= num_works) {
                 start_pv(last_stage, last_tile);
                 pass_turn();
