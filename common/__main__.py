@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from common.compile_gate import compile_all
 from common.counters import collect
 from common.errors import UsageError
 from common.gpu import GpuBackend
-from common.profile import load_profile
+from common.profile import Profile, load_profile
 from common.record import PROFILES_DIR, gpu_folder, is_stale, read_records, write_record
 from common.static import PROBLEM, count_bank_conflicts, static_path, static_record
 from common.step import ROOT, Step, all_steps, find_step
@@ -94,11 +95,7 @@ def bench_grid() -> int:
     _require_gpu()
     from common.grid import measure_grid
 
-    path = measure_grid()
-    print(f"recorded {path.relative_to(ROOT)}")
-    print(tables.grid(load_profile(path.parent, ROOT)))
-    _report_regenerated()
-    return 0
+    return _report(measure_grid(), tables.grid)
 
 
 def bench_latency() -> int:
@@ -106,9 +103,13 @@ def bench_latency() -> int:
     _require_gpu()
     from common.latency import measure_latency
 
-    path = measure_latency()
+    return _report(measure_latency(), tables.latency)
+
+
+def _report(path: Path, table: Callable[[Profile], str]) -> int:
+    """Prints what was recorded there."""
     print(f"recorded {path.relative_to(ROOT)}")
-    print(tables.latency(load_profile(path.parent, ROOT)))
+    print(table(load_profile(path.parent, ROOT)))
     _report_regenerated()
     return 0
 

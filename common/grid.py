@@ -27,7 +27,7 @@ from tqdm import tqdm
 from common.environment import device_state, git_state, versions
 from common.errors import UsageError
 from common.gpu import GpuBackend
-from common.measure import new_run, outcome, try_call, try_steps
+from common.measure import describe_cell, outcome, require_right, try_call, try_steps
 from common.peers import Peer, load
 from common.record import (
     GRID,
@@ -148,31 +148,16 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
             trials[name] = try_call(peer.forward, oracle)
         else:
             missing[name] = peer
-    allowed = {"o": expected.o_max, "lse": expected.lse_max}
     for name, trial in trials.items():
-        for output, error in trial.errors.items():
-            if not error <= allowed[output]:  # as for NaN
-                raise UsageError(
-                    f"{name} is wrong on {case.name}: an error of {error:.1e} in {output}, where "
-                    f"{allowed[output]:.1e} is allowed"
-                )
+        require_right(name, trial, case, expected)
     calls = {name: trial.call for name, trial in trials.items()}
     rounds = affordable_rounds(_seconds(calls.values()))
     before = device_state()
     samples = time_interleaved(calls, rounds=rounds)
     after = device_state()
     outcomes = {name: outcome(trial, samples[name], case) for name, trial in trials.items()}
-    shape = case.shape
     return {
-        "name": case.name,
-        "run": new_run(),
-        "environment": {"before": before, "after": after},
-        "batch": shape.batch,
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "seq": shape.seq_q,
-        "head_dim": shape.head_dim,
-        "causal": case.causal,
+        **describe_cell(case, before, after),
         "tflops": {
             name: outcomes[name]["tflops"] if name in outcomes else {"missing": missing[name]}
             for name in (*(step.name for step in steps), *peers)

@@ -26,9 +26,8 @@ from tqdm import tqdm
 from common import attention
 from common.backend import empty_outputs
 from common.environment import device_state, git_state, versions
-from common.errors import UsageError
 from common.gpu import GpuBackend
-from common.measure import new_run, try_call
+from common.measure import describe_cell, require_right, try_call
 from common.op import highest_step
 from common.peers import Peer, load
 from common.record import (
@@ -90,12 +89,7 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
     calls = {step.name: partial(attention, q, k, v, causal=case.causal)}
     calls |= {name: peer.forward for name, peer in peers.items() if isinstance(peer, Peer)}
     for name, call in calls.items():
-        error = try_call(call, (expected.o, expected.lse)).errors["o"]
-        if not error <= expected.o_max:  # as for NaN
-            raise UsageError(
-                f"{name} is wrong on {case.name}: an error of {error:.1e} in o, where "
-                f"{expected.o_max:.1e} is allowed"
-            )
+        require_right(name, try_call(call, (expected.o, expected.lse)), case, expected)
     launch = partial(
         backend.prepare(step, q, k, causal=case.causal),
         *(q, k, v, *empty_outputs(q)),
@@ -107,17 +101,8 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
     )
     host_us = {name: time_host(call) for name, call in calls.items()}
     after = device_state()
-    shape = case.shape
     return {
-        "name": case.name,
-        "run": new_run(),
-        "environment": {"before": before, "after": after},
-        "batch": shape.batch,
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "seq": shape.seq_q,
-        "head_dim": shape.head_dim,
-        "causal": case.causal,
+        **describe_cell(case, before, after),
         "device_us": {
             name: [round(1000 * time, 3) for time in times] for name, times in device_ms.items()
         },

@@ -45,6 +45,7 @@ from common.record import (
 )
 from common.step import ROOT, Step, all_steps, read_step
 from common.timing import summarize, time_interleaved
+from verify.accuracy import Expected
 from verify.cases import Case, Inputs, find_cases
 from verify.reference import attention_in_dtype, attention_reference
 
@@ -252,6 +253,36 @@ def _memory_over_seq(backend: GpuBackend, step: Step, case: Case) -> list[dict]:
             entries.append({"seq": seq, "bytes": None, "reason": str(error)})
     torch.cuda.empty_cache()
     return entries
+
+
+def require_right(name: str, trial: Trial, case: Case, expected: Expected) -> None:
+    """Raises UsageError where an output differs from the oracle by more than the case allows."""
+    allowed = {"o": expected.o_max, "lse": expected.lse_max}
+    for output, error in trial.errors.items():
+        if not error <= allowed[output]:  # as for NaN
+            raise UsageError(
+                f"{name} is wrong on {case.name}: an error of {error:.1e} in {output}, where "
+                f"{allowed[output]:.1e} is allowed"
+            )
+
+
+def describe_cell(case: Case, before: dict, after: dict) -> dict:
+    """What the records of many shapes have in common in their cells, each a run of its own.
+
+    before, after: the state of the device around its rounds
+    """
+    shape = case.shape
+    return {
+        "name": case.name,
+        "run": new_run(),
+        "environment": {"before": before, "after": after},
+        "batch": shape.batch,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "seq": shape.seq_q,
+        "head_dim": shape.head_dim,
+        "causal": case.causal,
+    }
 
 
 def _errors(outputs: Sequence[torch.Tensor], oracle: Sequence[torch.Tensor]) -> dict[str, float]:
