@@ -170,11 +170,6 @@ def test_oracle_is_not_what_is_checked():
     assert checked("ragged", exact).passed
 
 
-def run_check(*arguments, cwd):
-    command = [sys.executable, str(ROOT / "verify" / "check.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -187,18 +182,20 @@ def run_check(*arguments, cwd):
         (["--sanitize", "--backend", "gpu"], "compute-sanitizer"),
     ],
 )
-def test_bad_input_is_one_line(arguments, complaint, tmp_path):
-    result = run_check(*arguments, cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
+def test_bad_input_is_one_line(capsys, arguments, complaint):
+    assert check.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
     assert line.startswith("error: ")
     assert complaint in line
 
 
 def test_runs_from_another_directory(tmp_path):
     cases = "single_token,causal_one_key"
-    result = run_check("steps/v01", "v04", "--backend", "cpu", "--cases", cases, cwd=tmp_path)
+    arguments = ["steps/v01", "v04", "--backend", "cpu", "--cases", cases]
+    command = [sys.executable, ROOT / "verify" / "check.py", *arguments]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "v01 on cpu: 2 passed, 0 failed, 0 skipped: pass" in result.stdout
     assert "v04 on cpu: 2 passed, 0 failed, 0 skipped: pass" in result.stdout

@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from common.__main__ import main
 from common.step import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
@@ -31,17 +33,6 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def last_command(run: subprocess.CompletedProcess) -> list[str]:
     """What `make -n` would run at last; before that it looks for the packages."""
     return run.stdout.replace("\\\n", "").splitlines()[-1].split()
-
-
-def common(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "common", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | environment,
-        check=False,
-    )
 
 
 def test_help_is_the_default_and_names_every_target():
@@ -124,13 +115,19 @@ def test_python_makes_no_environment(arguments, command):
     assert last_command(run) == [sys.executable, *command.split()]
 
 
+def complaint(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    """What `python -m common` says of wrong arguments: one line."""
+    assert main(list(arguments)) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    (line,) = printed.err.splitlines()
+    return line
+
+
 @pytest.mark.parametrize("command", ["step", "profile"])
 @pytest.mark.parametrize("name", ["99", "v4x", "steps/none.cu", "none.patch"])
-def test_unknown_step_is_one_clear_line(command, name):
-    run = common(command, name)
-    assert run.returncode == 2
-    assert run.stderr.startswith("error: no ")
-    assert len(run.stderr.splitlines()) == 1
+def test_unknown_step_is_one_clear_line(capsys, command, name):
+    assert complaint(capsys, command, name).startswith("error: no ")
 
 
 @pytest.mark.parametrize(
@@ -142,21 +139,15 @@ def test_unknown_step_is_one_clear_line(command, name):
         (("9",), "error: the following arguments are required: second"),
     ],
 )
-def test_wrong_comparison_is_one_clear_line(names, told):
-    run = common("compare", *names)
-    assert run.returncode == 2
-    assert run.stderr.startswith(told)
-    assert len(run.stderr.splitlines()) == 1
-    assert not run.stdout
+def test_wrong_comparison_is_one_clear_line(capsys, names, told):
+    assert complaint(capsys, "compare", *names).startswith(told)
 
 
-def test_comparison_ends_with_its_table():
-    run = common("compare", "8", "9")
-    assert run.returncode == 0
-    assert run.stdout.startswith(
-        "--- a/steps/v08_wgmma.cu\n+++ b/steps/v09_warp_specialized.cu\n@@"
-    )
-    assert "\n\n| Figure | v08 | v09 | Change |\n" in run.stdout
+def test_comparison_ends_with_its_table(capsys):
+    assert main(["compare", "8", "9"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("--- a/steps/v08_wgmma.cu\n+++ b/steps/v09_warp_specialized.cu\n@@")
+    assert "\n\n| Figure | v08 | v09 | Change |\n" in printed
 
 
 def test_whoever_reads_the_output_may_stop():
@@ -171,14 +162,12 @@ def test_whoever_reads_the_output_may_stop():
 
 
 @pytest.mark.parametrize("options", [(), ("--experiments",), ("--grid",), ("--latency",)])
-def test_bench_without_a_gpu_is_one_clear_line(options):
-    run = common("bench", *options, CUDA_VISIBLE_DEVICES="")
-    assert run.returncode == 2
-    assert run.stderr == "error: nothing can be timed: there is no CUDA device\n"
+def test_bench_without_a_gpu_is_one_clear_line(capsys, monkeypatch, options):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = complaint(capsys, "bench", *options)
+    assert told == "error: nothing can be timed: there is no CUDA device"
 
 
-def test_grid_of_experiments_is_one_clear_line():
-    run = common("bench", "--grid", "--experiments")
-    assert run.returncode == 2
-    assert run.stderr.startswith("error: argument --experiments: not allowed with argument --grid")
-    assert len(run.stderr.splitlines()) == 1
+def test_grid_of_experiments_is_one_clear_line(capsys):
+    told = complaint(capsys, "bench", "--grid", "--experiments")
+    assert told.startswith("error: argument --experiments: not allowed with argument --grid")
