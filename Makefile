@@ -61,7 +61,7 @@ check: $(READY)  ## all steps on all cases; STEPS="v01 v03" CASES=ragged,gqa SEE
 bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the experiments; GRID=1: more shapes; LATENCY=1: small calls
 	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments) $(if $(GRID),--grid) $(if $(LATENCY),--latency)
 
-profile: $(READY)  ## N=4: registers, instructions and bank conflicts of that step; on a GPU also ncu's counters and, of v09, a timeline
+profile: $(READY)  ## N=4: registers, instructions and bank conflicts of that step; on a GPU also ncu's counters and, of v09 and v10, a timeline
 	$(PY) -m common profile $(N)
 
 compare: $(READY)  ## N=8 M=9: the diff of two steps, and from profiles/ what changes with it: time, counters, resources

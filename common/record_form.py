@@ -14,6 +14,7 @@ NUMBER = (int, float)
 # Of a tile, in a timeline.
 PRODUCER_EVENTS = ("load K", "load V")
 CONSUMER_EVENTS = ("start S", "end S", "end softmax", "start PV", "end PV")
+OUTPUT_EVENTS = ("start O", "end O")  # of the last tile of a work
 TIMELINE_TILES = 6  # that its diagram shows
 EACH = object()  # stands for the keys of a dict that are not named beside it
 
@@ -119,6 +120,7 @@ _CLOCKS = {
     "consumer 0": _CONSUMER,
     EACH: _CONSUMER,
 }
+_OUTPUTS = [{"tile": int, "start": int, "end": int}]
 TIMELINE_RECORD = {
     **_SOURCE,
     "run": str,
@@ -126,7 +128,10 @@ TIMELINE_RECORD = {
     "environment": _ENVIRONMENT,
     "shape": _SHAPE,
     "clocks": _clocks,
-    "ends": [int],
+    "outputs": {
+        "consumer 0": _OUTPUTS,
+        EACH: _OUTPUTS,
+    },
 }
 CELL = {
     "name": str,

@@ -5,9 +5,9 @@ as int64 samples[tile][warpgroup][event]: the consumers, then the producer; a ti
 padded to the tile in the workspace's shape. The record is profiles/<gpu>/timelines/vNN.json:
 
 clocks    of the producer and of each consumer, by event: a clock for each tile
-ends      when each consumer ends
+outputs   of each consumer: the tiles after which it wrote O, each with the clocks between
 
-The first sample is clock 0.
+The first tile's copy starts at clock 0.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from common.errors import UsageError
 from common.gpu import GpuBackend
 from common.measure import new_run
 from common.record import SCHEMA, header_hashes
-from common.record_form import CONSUMER_EVENTS, PRODUCER_EVENTS
+from common.record_form import CONSUMER_EVENTS, OUTPUT_EVENTS, PRODUCER_EVENTS
 from common.step import ROOT, Step, find_step
 from verify.cases import Case, Inputs, find_cases
 
-EVENTS = (*PRODUCER_EVENTS, *CONSUMER_EVENTS, "end")  # enum Event of the patches
+# enum Event of the patches
+EVENTS = (*PRODUCER_EVENTS, *CONSUMER_EVENTS, *OUTPUT_EVENTS)
 # What comes before what in a tile, whatever the hardware does.
 ORDER = (*pairwise(("load K", *CONSUMER_EVENTS)), ("load V", "start PV"))
 WARPGROUP = 128  # threads
@@ -85,28 +86,49 @@ def take_samples(backend: Backend, patched: Step, case: Case, inputs: Inputs) ->
 
 
 def read_samples(samples: torch.Tensor) -> dict:
-    """The record's clocks and ends. Raises UsageError where a sample is missing or out of order."""
+    """The record's clocks and outputs.
+
+    Raises UsageError where a sample is missing or out of order.
+    """
     consumers = samples.shape[1] - 1
     warpgroups = {"producer": consumers} | {f"consumer {i}": i for i in range(consumers)}
-    clocks, ends = {}, []
+    clocks, outputs = {}, {}
     for who, index in warpgroups.items():
-        events = PRODUCER_EVENTS if who == "producer" else CONSUMER_EVENTS
-        clocks[who] = {event: samples[:, index, EVENTS.index(event)].tolist() for event in events}
+        taken = dict(zip(EVENTS, samples[:, index].T.tolist(), strict=True))
+        clocks[who] = {
+            event: taken[event]
+            for event in (PRODUCER_EVENTS if who == "producer" else CONSUMER_EVENTS)
+        }
         for event, times in clocks[who].items():
             for tile, time in enumerate(times):
                 _require_sample(time, event, who, tile)
-    for who, index in list(warpgroups.items())[1:]:
-        ends.append(samples[-1, index, EVENTS.index("end")].item())
-        _require_sample(ends[-1], "end", who, len(samples) - 1)
-        _check_order(who, clocks["producer"] | clocks[who], ends[-1])
+        if who != "producer":
+            outputs[who] = _read_outputs(who, taken)
+            _check_order(who, clocks["producer"] | clocks[who], outputs[who])
     first = clocks["producer"]["load K"][0]
     return {
         "clocks": {
             who: {event: [time - first for time in times] for event, times in by_event.items()}
             for who, by_event in clocks.items()
         },
-        "ends": [end - first for end in ends],
+        "outputs": {
+            who: [
+                {"tile": tile, "start": start - first, "end": end - first}
+                for tile, (start, end) in by_tile.items()
+            ]
+            for who, by_tile in outputs.items()
+        },
     }
+
+
+def _read_outputs(who: str, taken: dict[str, list[int]]) -> dict[int, tuple[int, int]]:
+    """When a consumer wrote O, by the tile before it."""
+    times = dict(enumerate(zip(*(taken[event] for event in OUTPUT_EVENTS), strict=True)))
+    outputs = {tile: clocks for tile, clocks in times.items() if max(clocks) >= 0}
+    for tile, clocks in outputs.items() or [(len(times) - 1, times[len(times) - 1])]:
+        for event, time in zip(OUTPUT_EVENTS, clocks, strict=True):
+            _require_sample(time, event, who, tile)
+    return outputs
 
 
 def _require_sample(time: int, event: str, who: str, tile: int) -> None:
@@ -114,7 +136,9 @@ def _require_sample(time: int, event: str, who: str, tile: int) -> None:
         raise UsageError(f"no sample was taken of '{event}' of {who} in tile {tile}")
 
 
-def _check_order(who: str, clocks: dict[str, list[int]], end: int) -> None:
+def _check_order(
+    who: str, clocks: dict[str, list[int]], outputs: dict[int, tuple[int, int]]
+) -> None:
     """Of a consumer's events and the producer's."""
     in_a_tile = (
         (f"'{earlier}'", f"'{later}'", tile, *times)
@@ -126,8 +150,15 @@ def _check_order(who: str, clocks: dict[str, list[int]], end: int) -> None:
         for event in clocks
         for tile, times in enumerate(pairwise(clocks[event]))
     )
-    last = ("'end PV'", "'end'", len(clocks["end PV"]) - 1, clocks["end PV"][-1], end)
-    for earlier, later, tile, time, later_time in chain(in_a_tile, from_tile_to_tile, [last]):
+    after_a_tile = (
+        order
+        for tile, (start, end) in outputs.items()
+        for order in (
+            ("'end PV'", "'start O'", tile, clocks["end PV"][tile], start),
+            ("'start O'", "'end O'", tile, start, end),
+        )
+    )
+    for earlier, later, tile, time, later_time in chain(in_a_tile, from_tile_to_tile, after_a_tile):
         if time >= later_time:
             raise UsageError(
                 f"samples out of order: in tile {tile} of {who} {earlier} is at clock {time}, "

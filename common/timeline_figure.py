@@ -12,7 +12,7 @@ from common.record_form import TIMELINE_TILES
 LEFT, RIGHT = 96, WIDTH - 24  # of the rows, in pixels
 ROW, GAP, HEADING = 28, 4, 24
 NARROWEST = 15  # of the boxes that have room for their tile's number
-K_COLOR, SOFTMAX_COLOR, V_COLOR = TINTS[:3]
+K_COLOR, SOFTMAX_COLOR, V_COLOR, OUTPUT_COLOR = TINTS
 
 Interval = tuple[int, int]  # clocks
 
@@ -52,21 +52,28 @@ def timeline_figure(record: dict, *, stale: bool) -> str:
         for row, name in enumerate(("products", "softmax")):
             drawing.text(18, top + HEADING + row * (ROW + GAP) + ROW / 2, name)
         top += HEADING
-        s = list(zip(clocks["start S"], clocks["end S"], strict=True))
+        s, pv = _products(clocks)
         rows.boxes(top, ROW, s, K_COLOR)
-        rows.boxes(top, ROW, _pv(clocks), V_COLOR)
+        rows.boxes(top, ROW, pv, V_COLOR)
         softmax = list(zip(clocks["end S"], clocks["end softmax"], strict=True))
         rows.boxes(top + ROW + GAP, ROW, softmax, SOFTMAX_COLOR)
+        for output in record["outputs"][who]:
+            rows.box(top + ROW + GAP, ROW, (output["start"], output["end"]), OUTPUT_COLOR, "O")
     rows.axis(axis)
     _legend(drawing, axis + 46)
     return drawing.svg()
 
 
-def _pv(clocks: dict[str, list[int]]) -> list[Interval]:
-    """O += P V follows the S of the next tile, which the warpgroup starts before it."""
-    s_before = [*clocks["end S"][1:], 0]
-    starts = map(max, clocks["start PV"], s_before)
-    return list(zip(starts, clocks["end PV"], strict=True))
+def _products(clocks: dict[str, list[int]]) -> tuple[list[Interval], list[Interval]]:
+    """S = Q K^T and O += P V of each tile. A warpgroup's products follow one another."""
+    starts, ends = ([*clocks[f"{when} S"], *clocks[f"{when} PV"]] for when in ("start", "end"))
+    order = sorted(range(len(starts)), key=starts.__getitem__)
+    begins = starts.copy()
+    for before, product in pairwise(order):
+        begins[product] = max(starts[product], ends[before])
+    intervals = list(zip(begins, ends, strict=True))
+    tiles = len(intervals) // 2
+    return intervals[:tiles], intervals[tiles:]
 
 
 class _Rows:
@@ -87,10 +94,12 @@ class _Rows:
     ) -> None:
         """A box with its number for each step-th tile, as far as it lies in the window."""
         for tile in range(first, len(intervals), step):
-            left, right = (self._x(clock) for clock in intervals[tile])
-            if left == right:  # outside
-                continue
-            text = f"{tile}" if right - left >= NARROWEST else ""
+            self.box(y, height, intervals[tile], color, f"{tile}")
+
+    def box(self, y: float, height: float, interval: Interval, color: str, text: str) -> None:
+        left, right = (self._x(clock) for clock in interval)
+        if left < right:  # not outside
+            text = text if right - left >= NARROWEST else ""
             self._drawing.cell(left, y, right - left, height, color, text)
 
     def axis(self, y: float) -> None:
@@ -115,6 +124,7 @@ def _legend(drawing: Drawing, y: float) -> None:
         (K_COLOR, "S = Q K^T, copy of K", 132),
         (SOFTMAX_COLOR, "softmax", 66),
         (V_COLOR, "O += P V, copy of V", 132),
+        (OUTPUT_COLOR, "O to memory", 90),
     ):
         drawing.cell(x, y - 10, width, 20, color, text)
         x += width + 4

@@ -190,7 +190,16 @@ def made_up_timeline(step: Step, tiles: int = 32) -> dict:
                 for index in range(2)
             },
         },
-        "ends": [2200 * tiles + 5000, 2200 * tiles + 6100],
+        "outputs": {
+            f"consumer {index}": [
+                {
+                    "tile": tiles - 1,
+                    "start": 2200 * tiles + 2700 + 1100 * index,
+                    "end": 2200 * tiles + 3400 + 1100 * index,
+                }
+            ]
+            for index in range(2)
+        },
     }
 
 

@@ -19,7 +19,7 @@ from common.profile import load_profile, spill_bytes
 from common.record import read_records, write_record
 from common.record_form import TIMELINE_RECORD
 from common.static import PROBLEM
-from common.step import find_step
+from common.step import ROOT, Step, find_step
 from common.timeline import (
     EVENTS,
     read_samples,
@@ -32,19 +32,22 @@ from verify.cases import Shape
 from verify.check import check_case
 from verify.made_up import made_up_record, made_up_static_record, made_up_timeline
 
-V09 = find_step("v09")
-PATCHED = find_step(timeline_patch(V09))
-CASE = replace(PROBLEM, shape=Shape(1, 1, 1, 128, 384, 128))  # three tiles
+PATCHED = [find_step(path) for path in sorted((ROOT / "timelines").glob("*.patch"))]
+PATCHED_NAMES = [step.name for step in PATCHED]
+V09, V09_PATCHED = find_step("v09"), PATCHED[0]
+# Three tiles for each of four heads: with two multiprocessors two of them for a block that stays.
+CASE = replace(PROBLEM, shape=Shape(1, 4, 4, 128, 384, 128))
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @cache
-def taken() -> torch.Tensor:
-    return take_samples(CpuBackend(), PATCHED, CASE, CASE.make("cpu"))
+def taken(patched: Step = V09_PATCHED) -> torch.Tensor:
+    return take_samples(CpuBackend(), patched, CASE, CASE.make("cpu"))
 
 
-def test_the_patched_step_is_right():
-    result = check_case(PATCHED, CASE, (CpuBackend(0), CpuBackend(1)))
+@pytest.mark.parametrize("patched", PATCHED, ids=PATCHED_NAMES)
+def test_the_patched_step_is_right(patched):
+    result = check_case(patched, CASE, (CpuBackend(0), CpuBackend(1)))
     assert result.passed, str(result)
 
 
@@ -52,17 +55,30 @@ def test_the_patched_step_is_right():
 def test_a_block_without_a_tile_takes_no_samples(seed):
     shape = Shape(1, 1, 1, 512, 64, 128)  # of four blocks the last one sees keys
     case = replace(PROBLEM, shape=shape, causal=True)
-    samples = take_samples(CpuBackend(seed), PATCHED, case, case.make("cpu"))
+    samples = take_samples(CpuBackend(seed), V09_PATCHED, case, case.make("cpu"))
     assert (samples == -1).all()
 
 
-def test_samples_become_clocks():
-    record = read_samples(taken())
+@pytest.mark.parametrize(
+    ("patched", "last_tile"), list(zip(PATCHED, (2, 1), strict=True)), ids=PATCHED_NAMES
+)
+def test_samples_become_clocks(patched, last_tile):
+    """v10's samples begin with the second tile of a work, and end with the first of the next."""
+    record = read_samples(taken(patched))
     assert list(record["clocks"]) == ["producer", "consumer 0", "consumer 1"]
     assert record["clocks"]["producer"]["load K"][0] == 0
     lists = [times for events in record["clocks"].values() for times in events.values()]
     assert {len(times) for times in lists} == {3}
-    clocks = [time for times in lists for time in times] + record["ends"]
+    assert [output["tile"] for outputs in record["outputs"].values() for output in outputs] == (
+        [last_tile] * 2
+    )
+    clocks = [time for times in lists for time in times]
+    clocks += [
+        output[end]
+        for outputs in record["outputs"].values()
+        for output in outputs
+        for end in ("start", "end")
+    ]
     assert sorted(clocks) == list(range(len(clocks)))  # the runtime's clock counts samples
 
 
@@ -72,7 +88,8 @@ def test_samples_become_clocks():
         (0, 2, "load K", "'load K' of producer in tile 0"),
         (2, 2, "load V", "'load V' of producer in tile 2"),
         (1, 1, "end softmax", "'end softmax' of consumer 1 in tile 1"),
-        (2, 0, "end", "'end' of consumer 0 in tile 2"),
+        (2, 0, "start O", "'start O' of consumer 0 in tile 2"),
+        (2, 0, "end O", "'end O' of consumer 0 in tile 2"),
     ],
 )
 def test_a_missing_sample_is_named(tile, warpgroup, event, told):
@@ -96,7 +113,8 @@ def test_a_missing_sample_is_named(tile, warpgroup, event, told):
         (2, 1, "end softmax", 999, "in tile 2 of consumer 1 'end softmax' is at clock 999, 'st"),
         (0, 2, "load K", 999, "in tile 0 of consumer 0 'load K' is at clock 999, 'start S' at"),
         (0, 2, "load V", 999, "in tile 0 of consumer 0 'load V' is at clock 999, 'start PV' at"),
-        (2, 0, "end", 1, "in tile 2 of consumer 0 'end PV' is at clock"),
+        (2, 0, "start O", 1, "in tile 2 of consumer 0 'end PV' is at clock"),
+        (2, 0, "end O", 1, "in tile 2 of consumer 0 'start O' is at clock"),
     ],
 )
 def test_samples_out_of_order_are_named(tile, warpgroup, event, time, told):
@@ -106,12 +124,13 @@ def test_samples_out_of_order_are_named(tile, warpgroup, event, time, told):
         read_samples(samples)
 
 
-def test_the_patch_costs_no_local_memory():
+@pytest.mark.parametrize("patched", PATCHED, ids=PATCHED_NAMES)
+def test_the_patch_costs_no_local_memory(patched):
     try:
         nvcc()
     except UsageError as missing:
         pytest.skip(str(missing))
-    build = build_cubin(PATCHED, PROBLEM.specialization, PATCHED.limits.arch)
+    build = build_cubin(patched, PROBLEM.specialization, patched.limits.arch)
     assert "serialized" not in build.log
     for resources in parse_resources(build.log).values():
         assert spill_bytes(asdict(resources)) == resources.stack_bytes == 0
@@ -119,7 +138,7 @@ def test_the_patch_costs_no_local_memory():
 
 @pytest.fixture
 def drawn():
-    return ElementTree.fromstring(timeline_figure(made_up_timeline(PATCHED), stale=False))
+    return ElementTree.fromstring(timeline_figure(made_up_timeline(V09_PATCHED), stale=False))
 
 
 def test_figure_shows_the_recorded_times(drawn):
@@ -143,7 +162,21 @@ def test_figure_shows_the_recorded_times(drawn):
     texts = [text.text for text in drawn.iter(f"{SVG}text")]
     assert "v09, one block on an NVIDIA H200: a tile every 2200 clocks" in texts
     assert {"13", "18", "12000"} <= set(texts)
-    assert "6" not in texts
+    assert not {"6", "O"} & set(texts)
+
+
+def test_figure_shows_where_o_is_written():
+    """In the window, which begins at clock 30100, between two softmaxes."""
+    record = made_up_timeline(V09_PATCHED)
+    output = {"tile": 15, "start": 2200 * 16 + 3200, "end": 2200 * 16 + 4000}
+    outputs = record["outputs"] | {"consumer 0": [output, *record["outputs"]["consumer 0"]]}
+    svg = timeline_figure(record | {"outputs": outputs}, stale=False)
+    scale = (WIDTH - 24 - 96) / (6 * 2200)
+    (o,) = [text for text in ElementTree.fromstring(svg).iter(f"{SVG}text") if text.text == "O"]
+    middle = 96 + (2200 * 16 + 3600 - 30100) * scale
+    assert float(o.get("x")) == pytest.approx(middle, abs=0.2)
+    softmax = (text for text in ElementTree.fromstring(svg).iter(f"{SVG}text") if text.text == "16")
+    assert o.get("y") in [text.get("y") for text in softmax]
 
 
 def test_boxes_of_a_row_do_not_overlap(drawn):
@@ -163,15 +196,15 @@ def root(tmp_path):
     """A project with the patch and a record."""
     (tmp_path / "timelines").mkdir()
     (tmp_path / "timelines/v09.patch").write_text(timeline_patch(V09).read_text())
-    write_record(tmp_path / "profiles/h200/timelines/v09.json", made_up_timeline(PATCHED))
+    write_record(tmp_path / "profiles/h200/timelines/v09.json", made_up_timeline(V09_PATCHED))
     return tmp_path
 
 
 def test_profile_has_the_timeline(root):
     profile = load_profile(root / "profiles/h200", root)
-    assert profile.timelines == {"v09": made_up_timeline(PATCHED)}
+    assert profile.timelines == {"v09": made_up_timeline(V09_PATCHED)}
     assert not profile.timelines_stale
-    record = made_up_timeline(PATCHED) | {"source_sha256": "0" * 64}
+    record = made_up_timeline(V09_PATCHED) | {"source_sha256": "0" * 64}
     write_record(root / "profiles/h200/timelines/v09.json", record)
     assert load_profile(root / "profiles/h200", root).timelines_stale == {"v09"}
     assert "v09 (stale), one block" in timeline_figure(record, stale=True)
@@ -191,7 +224,7 @@ def test_profile_has_the_timeline(root):
     ],
 )
 def test_malformed_record_is_named(tmp_path, capsys, path, value):
-    record = made_up_timeline(PATCHED)
+    record = made_up_timeline(V09_PATCHED)
     node = record["clocks"]
     for key in path[:-1]:
         node = node[key]
@@ -203,7 +236,7 @@ def test_malformed_record_is_named(tmp_path, capsys, path, value):
 
 @pytest.mark.parametrize(("tiles", "read"), [(6, False), (7, True), (8, True)])
 def test_a_record_has_the_tiles_that_are_shown(tmp_path, tiles, read):
-    record = made_up_timeline(PATCHED, tiles)
+    record = made_up_timeline(V09_PATCHED, tiles)
     write_record(tmp_path / "v09.json", record)
     assert bool(read_records(tmp_path, TIMELINE_RECORD)) == read
     if read:
@@ -217,7 +250,7 @@ def test_profile_takes_the_timeline_along(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(commands, "regenerate", list)
     monkeypatch.setattr(commands, "static_record", made_up_static_record)
     monkeypatch.setattr(commands, "static_path", lambda step: tmp_path / f"{step.name}.json")
-    monkeypatch.setattr(commands, "timeline_record", lambda step: made_up_timeline(PATCHED))
+    monkeypatch.setattr(commands, "timeline_record", lambda step: made_up_timeline(V09_PATCHED))
     monkeypatch.setattr(commands, "collect", lambda step: "not collected: made up")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     runs = (False, "v09", False), (True, "v04", False), (True, "v09", True)
@@ -230,8 +263,9 @@ def test_profile_takes_the_timeline_along(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.gpu
-def test_record_on_a_gpu(tmp_path):
+@pytest.mark.parametrize("name", PATCHED_NAMES)
+def test_record_on_a_gpu(tmp_path, name):
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("v09 needs exactly sm_90a")
-    write_record(tmp_path / "v09.json", timeline_record(V09))
-    assert list(read_records(tmp_path, TIMELINE_RECORD)) == ["v09"]
+        pytest.skip(f"{name} needs exactly sm_90a")
+    write_record(tmp_path / f"{name}.json", timeline_record(find_step(name)))
+    assert list(read_records(tmp_path, TIMELINE_RECORD)) == [name]
