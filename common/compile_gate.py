@@ -54,6 +54,10 @@ def compile_all() -> int:
 
 
 def _specializations(step: Step) -> list[Specialization]:
-    values = product(HEAD_DIMS, step.limits.dtypes, (False, True))
-    specs = (Specialization(*value) for value in values)
+    """Every dtype at every head_dim; the mask, whose code knows no dtype, with the first one."""
+    kinds = [(dtype, False) for dtype in step.limits.dtypes] + [(step.limits.dtypes[0], True)]
+    specs = (
+        Specialization(head_dim, dtype, causal)
+        for head_dim, (dtype, causal) in product(HEAD_DIMS, kinds)
+    )
     return [spec for spec in specs if not step.limits.refusal(spec)]
