@@ -33,6 +33,12 @@ constexpr int O_PANELS = Q_PANELS == 0 ? 1 : Q_PANELS;
 // but O += P V needs room for V, too.
 constexpr float MAX_ROW_SUM = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p40f;
 
+struct Work {
+    int q_start, head, batch;
+    int num_tiles;  // of K, and of V; at least 1
+    int last;       // no other one follows
+};
+
 // Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
 template <int NUM_PANELS, int ROWS>
 using Panels = Element[NUM_PANELS][ROWS][PANEL];
@@ -44,13 +50,13 @@ struct alignas(1024) SharedMemory {                   // the swizzle's pattern: 
     Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
     Mbarrier q_empty, k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every consumer warp has read it
     Mbarrier pass_done;                                          // and has written to:
-    uint32_t failed[4 * CONSUMERS];  // bit i: the block's work i, bit 31: all from 31 on
+    uint32_t failed[4 * CONSUMERS];  // bit i: the block's work of round i, bit 31: all from 31 on
     // m of each consumer's two rows. They lie here because a vector load brings them to neighbouring
     // registers, which are in different banks: then the multiply-adds of the exponentials, which take
     // them in turn, find both in the operand caches and read one register, not two, while wgmma
     // keeps the registers' ports busy. Left alone, ptxas may put both into one bank.
     alignas(16) float shift[128 * CONSUMERS][4];
-    int section;  // heads, see work_at
+    Work work;  // whose Q has arrived
 };
 
 extern "C" {
@@ -104,20 +110,12 @@ __device__ float quad_reduce(float x, Combine combine) {
     return combine(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-struct Work {
-    int q_start, head;  // of all batches' heads
-    int num_tiles;      // of K, and of V; at least 1
-};
-
 // With a causal mask a warpgroup may have nothing to do with the last tile, but with no other one.
 static_assert(BLOCK_M - 64 <= BLOCK_N && NUM_STAGES >= 2);
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
-    const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
-    const int all_heads = p.batch * p.heads;
-    const int num_works = q_blocks * all_heads;
     // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
     const int offset = p.seq_k - p.seq_q;
     // The same in all lanes; the shuffles tell the compiler so.
@@ -128,42 +126,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     // The keys that a row sees, and their tiles, at least 1.
     const auto keys_of = [&](int row) { return CAUSAL ? min(p.seq_k, row + offset + 1) : p.seq_k; };
     const auto tiles_of = [&](int row) { return max(1, (keys_of(row) + BLOCK_N - 1) / BLOCK_N); };
-    // Block b takes the works b, b + gridDim.x, b + 2 gridDim.x ..., each time one of a round. With a
-    // causal mask a work is the longer the later its queries are. Then works are sorted by length
-    // within sections of whole heads, downwards in every other section, upwards in the rest, the last
-    // one downwards: so a block's long works are followed by short ones.
-    const auto work_at = [&](int i) {
-        int head = i / q_blocks, q_block = i % q_blocks, first_row = 0;
-        if (CAUSAL) {
-            const int section = head / smem.section, first_head = section * smem.section;
-            const int heads = min(smem.section, all_heads - first_head);
-            const int in_section = i - first_head * q_blocks;
-            head = first_head + in_section % heads;
-            q_block = in_section / heads;
-            const bool downwards = ((all_heads - 1) / smem.section - section) % 2 == 0;
-            if (downwards) q_block = q_blocks - 1 - q_block;
-            // A head's block that is not full is the first, which sees the fewest keys. O leaves in
-            // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its rows.
-            first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
-        }
-        const int q_start = first_row + q_block * BLOCK_M;
-        return Work{q_start, head, tiles_of(q_start + BLOCK_M - 1)};
-    };
-    // The block's works by their bits; the first of them from i on, num_works without one.
-    constexpr uint32_t ALL = ~0u;
-    const auto work_bit = [&](int i) { return 1u << min(i / gridDim.x, 31); };
-    const auto find_work = [&](int i, uint32_t works) {
-        while (i < num_works && !(works & work_bit(i))) i += gridDim.x;
-        return i;
-    };
-
     // The tiles of a stage are the phases of its barriers. Phase -1 counts as completed from the
     // beginning: a new stage is empty.
     const auto wait_for = [](Mbarrier& barrier, int phase) {
         while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
         }
     };
-    // Works that some warp has failed to compute in the first pass.
+    // The block's works by their bits. Some warp may have failed to compute them in the first pass.
+    constexpr uint32_t ALL = ~0u;
+    const auto work_bit = [](int i) { return 1u << min(i, 31); };
     const auto wait_for_failed = [&] {
         wait_for(smem.pass_done, 0);
         uint32_t failed = 0;
@@ -173,13 +144,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     };
 
     if (threadIdx.x == PRODUCER) {
-        // A section's works fill up to 4 rounds, as few as they fill to nine tenths: the fewer heads
-        // are at work at once, the more evenly their K and V are fetched from DRAM.
-        for (int rounds = 1; rounds <= 4; ++rounds) {
-            const int blocks = gridDim.x;
-            smem.section = max(1, rounds * blocks / q_blocks);
-            if (10 * smem.section * q_blocks >= 9 * rounds * blocks) break;
-        }
         mbarrier_init(smem.q_full, 1);
         mbarrier_init(smem.q_empty, 4 * CONSUMERS);
 #pragma unroll
@@ -192,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         mbarrier_init(smem.pass_done, 4 * CONSUMERS);
         fence_mbarrier_init();
     }
-    __syncthreads();  // the mbarriers are initialized, the section is known
+    __syncthreads();  // the mbarriers are initialized
 
     int num_begun = 0;  // works, of all passes: phases of Q's barriers
     int num_tiles = 0;  // of all works: the next one's place in the stages
@@ -200,7 +164,43 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (warpgroup == CONSUMERS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x != PRODUCER) return;
-        // K of a tile, then V of the tile before: as the consumers need them.
+        const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
+        const int all_heads = p.batch * p.heads;
+        // Block b takes the works b, b + gridDim.x, b + 2 gridDim.x ..., each time one of a round.
+        const int num_works = (q_blocks * all_heads - 1 - blockIdx.x) / gridDim.x + 1;
+        // A section's works fill up to 4 rounds, as few as they fill to nine tenths: the fewer heads
+        // are at work at once, the more evenly their K and V are fetched from DRAM.
+        int section_heads = 1;
+        for (int rounds = 1; rounds <= 4; ++rounds) {
+            const int blocks = gridDim.x;
+            section_heads = max(1, rounds * blocks / q_blocks);
+            if (10 * section_heads * q_blocks >= 9 * rounds * blocks) break;
+        }
+        // With a causal mask a work is the longer the later its queries are. Then works are sorted
+        // by length within sections of whole heads, downwards in every other section, upwards in the
+        // rest, the last one downwards: so a block's long works are followed by short ones.
+        const auto work_at = [&](int round, bool last) {
+            const int i = blockIdx.x + round * gridDim.x;
+            int head = i / q_blocks, q_block = i % q_blocks, first_row = 0;
+            if (CAUSAL) {
+                const int section = head / section_heads, first_head = section * section_heads;
+                const int heads = min(section_heads, all_heads - first_head);
+                const int in_section = i - first_head * q_blocks;
+                head = first_head + in_section % heads;
+                q_block = in_section / heads;
+                const bool downwards = ((all_heads - 1) / section_heads - section) % 2 == 0;
+                if (downwards) q_block = q_blocks - 1 - q_block;
+                // A head's block that is not full is the first, which sees the fewest keys. O leaves
+                // in boxes of 16 rows: each lies before the tensor's first row, or begins at one of
+                // its rows.
+                first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
+            }
+            const int q_start = first_row + q_block * BLOCK_M;
+            return Work{q_start, head % p.heads, head / p.heads, tiles_of(q_start + BLOCK_M - 1),
+                        last};
+        };
+        // Those of a set, which is not empty. K of a tile, then V of the tile before: as the consumers
+        // need them.
         const auto load_works = [&](uint32_t works) {
             int v_row = 0, v_head = 0, v_batch = 0;
             const auto load_v = [&](int tile) {
@@ -210,22 +210,27 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                                            smem.v_full[stage]);
             };
             const int first_tile = num_tiles;
-            for (int i = find_work(blockIdx.x, works); i < num_works;
-                 i = find_work(i + gridDim.x, works), ++num_begun) {
-                const Work work = work_at(i);
-                const int head = work.head % p.heads, batch = work.head / p.heads;
-                const int kv_head = head / (p.heads / p.kv_heads);
+            const auto find_work = [&](int i) {
+                while (i < num_works && !(works & work_bit(i))) ++i;
+                return i;
+            };
+            for (int i = find_work(0), next; i < num_works; i = next, ++num_begun) {
+                next = find_work(i + 1);
+                const Work work = work_at(i, next == num_works);
+                const int kv_head = work.head / (p.heads / p.kv_heads);
                 for (int tile = 0; tile < work.num_tiles; ++tile, ++num_tiles) {
                     const int stage = num_tiles % NUM_STAGES;
                     wait_for(smem.k_empty[stage], num_tiles / NUM_STAGES - 1);
                     load_tile<PANELS, BLOCK_N>(smem.k[stage], p.k_map, tile * BLOCK_N, kv_head,
-                                               batch, smem.k_full[stage]);
+                                               work.batch, smem.k_full[stage]);
                     if (num_tiles > first_tile) load_v(num_tiles - 1);
                     if (tile == 0) {
                         wait_for(smem.q_empty, num_begun - 1);
-                        load_tile(smem.q, p.q_map, work.q_start, head, batch, smem.q_full);
+                        smem.work = work;
+                        load_tile(smem.q, p.q_map, work.q_start, work.head, work.batch,
+                                  smem.q_full);
                     }
-                    v_row = tile * BLOCK_N, v_head = kv_head, v_batch = batch;
+                    v_row = tile * BLOCK_N, v_head = kv_head, v_batch = work.batch;
                 }
             }
             load_v(num_tiles - 1);
@@ -255,7 +260,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     // s_acc[n][2 r + i] and o_acc[n][2 r + i], the columns 8 n + 2 (lane % 4) + i.
     float o_acc[DIM / 8][4] = {};
     float row_max[2];  // m, in units of log2: of the first tile, or of all tiles so far
-    float row_sum[2];  // this lane's share of l
+    float row_sum[2];  // this lane's share of l, at last all of it
+    float inverse[2];  // 1 / l
 
     constexpr int Q_STEPS = Q_PANELS == 0 ? 1 : (DIM - Q_SMEM_DIM) / 16;
     uint32_t q_frag[Q_STEPS][4];  // [16, 16] each, of the warp's rows
@@ -263,14 +269,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     uint32_t p_frag[BLOCK_N / 16][4];
     float shift[2], rescale[2];
 
-    // ---- load Q: what goes to registers
+    // ---- load Q: what goes to registers, and the work that it belongs to
     const auto load_q = [&] {
         wait_for(smem.q_full, num_begun);
+        const Work work = smem.work;
 #pragma unroll
         for (int d = Q_SMEM_DIM; d < DIM; d += 16)
             ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
                         swizzled(smem.q, warp_row + lane % 16, d + lane / 16 * 8));
         __syncwarp();  // every lane has its elements, whose place is then O's
+        return Work{uniform(work.q_start), uniform(work.head), uniform(work.batch),
+                    uniform(work.num_tiles), uniform(work.last)};
     };
 
     // ---- S = Q K^T  [BLOCK_M, BLOCK_N], [64, BLOCK_N] of it in each warpgroup
@@ -392,18 +401,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     };
 
     // ---- write O and lse
-    const auto write = [&](const Work& work) {
-        float inverse[2];
+    const auto sum_up = [&] {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = work.q_start + warp_row + 8 * r + lane / 4;
-            const float sum = quad_reduce(row_sum[r], [](float x, float y) { return x + y; });
-            inverse[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
-            // log sum exp = m ln 2 + log l; -inf where no key is visible.
-            if (lane % 4 == 0 && 0 <= row && row < p.seq_q)
-                p.lse[int64_t(work.head) * p.seq_q + row] =
-                    sum == 0.0f ? -INFINITY : shift[r] * 0.6931471805599453f + logf(sum);
+            row_sum[r] = quad_reduce(row_sum[r], [](float x, float y) { return x + y; });
+            inverse[r] = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
         }
+    };
+    const auto write = [&](const Work& work) {
+        const int warp_start = work.q_start + warp_row;
         // O_PANELS at a time. A warp's 16 rows of a panel, swizzled, are a box. TMA leaves out the
         // rows past seq_q and the columns past HEAD_DIM, some of which nobody has written.
 #pragma unroll
@@ -426,34 +432,35 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
             fence_proxy_async();  // of each writer, before the barrier
             __syncwarp();
-            const int row = work.q_start + warp_row;
-            if (lane == 0 && row >= 0) {
+            if (lane == 0 && warp_start >= 0) {
 #pragma unroll
                 for (int panel = first; panel < end; ++panel)
-                    cp_async_bulk_tensor_store(p.o_map, PANEL * panel, row, work.head % p.heads,
-                                               work.head / p.heads,
+                    cp_async_bulk_tensor_store(p.o_map, PANEL * panel, warp_start, work.head,
+                                               work.batch,
                                                smem.q[PANELS - Q_PANELS + panel - first][warp_row]);
                 cp_async_bulk_commit_group();
             }
         }
+        // log sum exp = (m + log2 l) ln 2; -inf where no key is visible. Of the 4 lanes that know m and
+        // l of two rows, two write one each. After O, whose fence would wait for this store, too.
+        const int r = lane % 4, row = warp_start + 8 * r + lane / 4;
+        if (r < 2 && 0 <= row && row < p.seq_q) {
+            const float l = r == 0 ? row_sum[0] : row_sum[1], m = r == 0 ? shift[0] : shift[1];
+            p.lse[(int64_t(work.batch) * p.heads + work.head) * p.seq_q + row] =
+                l == 0.0f ? -INFINITY : (m + lg2_approx_ftz(l)) * 0.6931471805599453f;
+        }
     };
 
-    const auto uniform_work_at = [&](int i) {
-        const Work work = work_at(i);
-        return Work{uniform(work.q_start), uniform(work.head), uniform(work.num_tiles)};
-    };
-    // The works of a set, which is not empty, by the maximum of their first tiles or by online
+    // The works that the producer has chosen, by the maximum of their first tiles or by online
     // softmax. Returns those whose sums went out of bounds.
-    const auto attend = [&]<bool ONLINE>(std::bool_constant<ONLINE> online, uint32_t works) {
+    const auto attend = [&]<bool ONLINE>(std::bool_constant<ONLINE> online) {
         uint32_t failed = 0;
-        int i = find_work(blockIdx.x, works);
-        Work work = uniform_work_at(i);
-        load_q();
+        Work work = load_q();
         wait_for_turn();
         start_s();
         pass_turn();
         softmax_first(work);
-        for (;;) {
+        for (int round = 0;; ++round) {
             // ---- for each K/V tile
             const int last_tile = group_tiles(work) - 1;
             for (int tile = 1; tile <= last_tile; ++tile, ++num_tiles) {
@@ -483,10 +490,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
             if (!ONLINE) {
                 const bool ok = row_sum[0] <= MAX_ROW_SUM && row_sum[1] <= MAX_ROW_SUM;
-                if (__any_sync(0xffffffff, !ok)) failed |= work_bit(i);
+                if (__any_sync(0xffffffff, !ok)) failed |= work_bit(round);
             }
             ++num_begun;
-            i = find_work(i + gridDim.x, works);
             const int last_stage = (num_tiles - 1) % NUM_STAGES;
             if (CAUSAL && last_tile < work.num_tiles - 1) {  // the others' last tile
                 const int stage = num_tiles % NUM_STAGES;
@@ -502,19 +508,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             wait_for_turn();
             // O += P V is started in either branch: ptxas serializes a wgmma that is under way where
             // branches part.
-            if (i >= num_works) {
+            if (done.last) {
                 start_pv(last_stage, last_tile);
                 pass_turn();
+                sum_up();
                 wgmma_wait_group<0>(o_acc, p_frag);
                 release(smem.v_empty[last_stage]);
                 write(done);
                 return failed;
             }
             start_pv(last_stage, last_tile);
-            work = uniform_work_at(i);
-            load_q();
+            work = load_q();
             start_s();
             pass_turn();
+            sum_up();
             wgmma_wait_group<1>(o_acc, p_frag);
             release(smem.v_empty[last_stage]);
             write(done);  // while S of the next work runs
@@ -522,13 +529,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
     };
 
-    const uint32_t failed_here = attend(std::false_type(), ALL);
+    const uint32_t failed_here = attend(std::false_type());
     if (lane == 0) smem.failed[warp] = failed_here;
     if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O has left: its place is the next Q's
     release(smem.pass_done);
-    if (const uint32_t failed = wait_for_failed()) {
+    if (wait_for_failed()) {
         if (lane == 0) cp_async_bulk_wait_group<0>();  // O must not land after what replaces it
-        attend(std::true_type(), failed);
+        attend(std::true_type());
     }
     if (lane == 0) cp_async_bulk_wait_group_read<0>();
 }

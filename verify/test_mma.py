@@ -1,4 +1,4 @@
-"""ldmatrix, mma.sync, cvt and ex2: the CPU twins compute what a GPU does, and report misuse.
+"""ldmatrix, mma.sync, cvt, ex2 and lg2: the CPU twins compute what a GPU does, and report misuse.
 
 The layouts are written down here once more, from the tables of the PTX ISA.
 """
@@ -37,6 +37,7 @@ class Words:
     d: np.ndarray
     packed: np.ndarray
     power: np.ndarray
+    log: np.ndarray
 
     def elements(self, words: np.ndarray) -> np.ndarray:
         """The two elements of each word as float64, the one in the lower half first."""
@@ -62,13 +63,13 @@ def make_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def run_words(backend: Backend, dtype: torch.dtype) -> Words:
     inputs = make_inputs(dtype)
     q, k, v = (x.to(backend.device) for x in inputs)
-    lse = torch.zeros(6, 17, 32, device=backend.device)
+    lse = torch.zeros(6, 21, 32, device=backend.device)
     step = read_step(ROOT / "verify" / "instructions" / "mma.cu")
     backend.forward(step, q, k, v, torch.empty_like(q), lse, causal=False, softmax_scale=1.0)
     a, k_words, c = (x.view(torch.int32).view(6, -1, 32).numpy() for x in inputs)
     results = lse.cpu().view(torch.int32).numpy()
-    plain, transposed, d, packed, power = np.split(results, [4, 8, 12, 13], axis=1)
-    return Words(dtype, a, k_words[:, :2], k_words[:, 2:], c, plain, transposed, d, packed, power)
+    parts = np.split(results, [4, 8, 12, 13, 17], axis=1)
+    return Words(dtype, a, k_words[:, :2], k_words[:, 2:], c, *parts)
 
 
 @pytest.fixture(scope="module", params=[BF16, FP16], ids=str)
@@ -135,6 +136,14 @@ def test_ex2(words):
     exact[(exact < 2.0**-126) | np.isneginf(x)] = 0
     exact[exact >= 2.0**128] = np.inf
     np.testing.assert_allclose(power, exact, rtol=2.0**-21, atol=0)
+
+
+def test_lg2(words):
+    x, log = words.c.view(np.float32).astype(np.float64), words.log.view(np.float32)
+    x[np.abs(x) < 2.0**-126] = 0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exact = np.log2(x)
+    np.testing.assert_allclose(log, exact, rtol=2.0**-22, atol=2.0**-22)
 
 
 # ---- who comes to an instruction

@@ -123,3 +123,7 @@ inline float ex2_approx_ftz(float x) {
     const float y = exp2f(x);  // of a subnormal 1, as of the 0 that the hardware takes it for
     return y < 0x1p-126f ? 0.0f : y;
 }
+
+inline float lg2_approx_ftz(float x) {
+    return log2f(fabsf(x) < 0x1p-126f ? 0.0f : x);  // as the hardware takes a subnormal
+}

@@ -1,4 +1,4 @@
-// mma -- fragments through ldmatrix, mma.sync, cvt and ex2
+// mma -- fragments through ldmatrix, mma.sync, cvt, ex2 and lg2
 // change: none; this is the kernel of verify/test_mma.py
 // why: to see that the CPU twins of the instructions compute what a GPU does
 // limits: bf16, fp16; head_dim 256-256 by 8; sm_80
@@ -19,11 +19,12 @@ __constant__ LaunchDescriptor launch_descriptor = {
 };
 }
 
-// From row i of q, k and v to lse [seq_q, 17, 32], where the last axis is the lanes:
+// From row i of q, k and v to lse [seq_q, 21, 32], where the last axis is the lanes:
 //     q    A [4, 32] registers, also the four matrices [32, 8] elements
 //     k    B [2, 32] registers; lo, hi [2, 32] floats
 //     v    C [4, 32] floats
-//     lse  ldmatrix_x4 [4], ldmatrix_x4_trans [4], A B + C [4], cvt_rn_x2 of lo and hi, 2^C [4]
+//     lse  ldmatrix_x4 [4], ldmatrix_x4_trans [4], A B + C [4], cvt_rn_x2 of lo and hi, 2^C [4],
+//          log2 C [4]
 extern "C" __global__ void attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
     const int lane = threadIdx.x;
@@ -33,7 +34,7 @@ extern "C" __global__ void attention_forward(const __grid_constant__ AttentionPa
     const auto* b_words = reinterpret_cast<const uint32_t*>(p.k + row * p.k_stride.row) + lane;
     const auto* floats = reinterpret_cast<const float*>(b_words + 64);
     const auto* c_floats = reinterpret_cast<const float*>(p.v + row * p.v_stride.row) + lane;
-    float* result = p.lse + row * 17 * 32 + lane;
+    float* result = p.lse + row * 21 * 32 + lane;
     const auto write = [&](auto x) {
         memcpy(result, &x, sizeof(*result));
         result += 32;
@@ -59,4 +60,5 @@ extern "C" __global__ void attention_forward(const __grid_constant__ AttentionPa
 
     write(cvt_rn_x2<Element>(floats[0], floats[32]));
     for (int i = 0; i < 4; ++i) write(ex2_approx_ftz(c_floats[32 * i]));
+    for (int i = 0; i < 4; ++i) write(lg2_approx_ftz(c_floats[32 * i]));
 }
