@@ -54,11 +54,6 @@ def compile_all() -> int:
 
 
 def _specializations(step: Step) -> list[Specialization]:
-    """Those whose code differs by more than the conversions of 16-bit floats.
-
-    Every head_dim in bf16, with and without the mask, and in fp32; fp16 as bf16 at one of them.
-    """
-    kinds = [*product(HEAD_DIMS, ("bf16",), (False, True)), (128, "fp16", False)]
-    kinds += product(HEAD_DIMS, ("fp32",), (False,))
-    specs = (Specialization(*kind) for kind in kinds)
+    values = product(HEAD_DIMS, step.limits.dtypes, (False, True))
+    specs = (Specialization(*value) for value in values)
     return [spec for spec in specs if not step.limits.refusal(spec)]
