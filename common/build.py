@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -110,25 +110,33 @@ def included_headers(source: Path, include_dir: Path) -> list[Path]:
 
 
 def compile_cached(
-    compiler: tuple[str, ...], flags: list[str], step_path: Path, include_dir: Path, name: str
+    compiler: tuple[str, ...], flags: list[str], source: Path, include_dir: Path, name: str
 ) -> Build:
-    """Runs `compiler flags -I include_dir step_path -o build/<name>-<hash>`, or finds that output.
+    """Runs `compiler flags -I include_dir source -o build/<name>-<hash>`, or finds that output.
 
-    The hash covers the command line, the compiler's version, the step and the headers it includes.
-    Raises UsageError with the compiler's first error.
+    The hash covers the command line, the compiler's version, the source and the headers it
+    includes. Where another process is compiling the same, waits for that. Raises UsageError with
+    the compiler's first error.
     """
-    command = [*compiler, *flags, f"-I{include_dir}", str(step_path)]
+    command = [*compiler, *flags, f"-I{include_dir}", str(source)]
     key = hashlib.sha256("\0".join([*command, compiler_version(*compiler)]).encode())
-    for path in (step_path, *included_headers(step_path, include_dir)):
+    for path in (source, *included_headers(source, include_dir)):
         key.update(path.name.encode() + b"\0" + path.read_bytes())
     suffix = "".join(Path(name).suffixes)
     output = BUILD_DIR / f"{name.removesuffix(suffix)}-{key.hexdigest()[:16]}{suffix}"
     log = output.with_name(output.name + ".log")
-    if output.exists() and log.exists():
-        return Build(output, log.read_text(encoding="utf-8"))
-    BUILD_DIR.mkdir(exist_ok=True)
-    mine = f"{os.getpid()}.{threading.get_ident()}.tmp"
-    unfinished, unfinished_log = (path.with_name(f"{path.name}.{mine}") for path in (output, log))
+    if not (output.exists() and log.exists()):
+        BUILD_DIR.mkdir(exist_ok=True)
+        # It stays: were it removed, two could hold a lock of that name.
+        with output.with_name(output.name + ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (output.exists() and log.exists()):  # nobody has compiled it meanwhile
+                _compile(command, source, output, log)
+    return Build(output, log.read_text(encoding="utf-8"))
+
+
+def _compile(command: list[str], source: Path, output: Path, log: Path) -> None:
+    unfinished, unfinished_log = (path.with_name(path.name + ".tmp") for path in (output, log))
     run = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
     if run.returncode:
         unfinished.unlink(missing_ok=True)
@@ -138,14 +146,13 @@ def compile_cached(
         errors = [line for line in lines if "undefined reference" in line]
         errors += [line for line in lines if "error" in line] or ["it does not say why"]
         raise UsageError(
-            f"{Path(compiler[0]).name} cannot compile {step_path.name}: {errors[0]} "
+            f"{Path(command[0]).name} cannot compile {source.name}: {errors[0]} "
             f"(all it says: {said.relative_to(ROOT)})"
         )
     # The log first: where there is an output, its log is whole.
     unfinished_log.write_text(run.stderr + run.stdout, encoding="utf-8")
     unfinished_log.replace(log)
     unfinished.replace(output)
-    return Build(output, run.stderr + run.stdout)
 
 
 def cubin_flags(spec: Specialization, arch: str) -> list[str]:
