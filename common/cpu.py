@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -35,7 +36,6 @@ COMMON_FLAGS = (
     "-x",
     "c++",
     "-std=c++20",
-    "-O1",  # a step runs a few times only: most of a check's time is the compiler's
     "-pthread",
     "-rdynamic",  # kernels are looked up by name
     "-fno-math-errno",
@@ -43,6 +43,8 @@ COMMON_FLAGS = (
     "-ftrivial-auto-var-init=pattern",  # a variable never initialised is not the 0 of fresh memory
     "-Wno-unknown-pragmas",
 )
+STEP_FLAGS = ("-O1",)  # it runs a few times only: most of a check's time is the compiler's
+RUNTIME_FLAGS = ("-O2", "-c")
 SANITIZED_FLAGS = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 FAULT_EXIT_CODE = 65  # of common/simt/report.h
@@ -124,6 +126,7 @@ class CpuBackend:
         flags = [
             *_runtime(self.sanitize),  # before the flag that says that all further files are C++
             *_flags(self.sanitize),
+            *STEP_FLAGS,
             f"-DHEAD_DIM={spec.head_dim}",
             f"-DELEMENT={spec.dtype}",
             f"-DCAUSAL={int(spec.causal)}",
@@ -243,12 +246,15 @@ def _flags(sanitize: bool) -> tuple[str, ...]:
 @cache
 def _runtime(sanitize: bool) -> tuple[str, ...]:
     """Paths of the objects that every step is linked with."""
-    flags = [*_flags(sanitize), "-c"]
+    flags = [*_flags(sanitize), *RUNTIME_FLAGS]
     suffix = "_sanitize.o" if sanitize else ".o"
-    return tuple(
-        str(compile_cached(host_compiler(), flags, source, SIMT_DIR, source.stem + suffix).path)
-        for source in sorted(SIMT_DIR.glob("*.cpp"))
-    )
+
+    def compile_source(source: Path) -> str:
+        name = source.stem + suffix
+        return str(compile_cached(host_compiler(), flags, source, SIMT_DIR, name).path)
+
+    with ThreadPoolExecutor(_num_cores()) as pool:
+        return tuple(pool.map(compile_source, sorted(SIMT_DIR.glob("*.cpp"))))
 
 
 @cache

@@ -44,6 +44,7 @@ class TensorMapFields(ctypes.Structure):
         ("box_rows", ctypes.c_int32),
         ("swizzle", ctypes.c_int32),
         ("valid", ctypes.c_int32),
+        ("element_bytes", ctypes.c_int32),
     ]
 
 
@@ -136,6 +137,7 @@ def encode_for_cpu(maps: dict[str, TensorMap]) -> dict[str, bytes]:
                 box_rows=map_.box_rows,
                 swizzle=map_.swizzle,
                 valid=VALID_TENSOR_MAP,
+                element_bytes=map_.dtype.itemsize,
             )
         ).ljust(TENSOR_MAP_BYTES, b"\0")
         for name, map_ in maps.items()

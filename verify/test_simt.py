@@ -108,6 +108,25 @@ def test_conversions(tmp_path, dtype):
     assert torch.equal(rounded.view(torch.int16)[number], expected.view(torch.int16)[number])
 
 
+def test_mathematics(tmp_path):
+    """C's functions take floats as in CUDA: without a float version abs() would take integers."""
+    step = write_step(
+        tmp_path,
+        "mathematics",
+        """
+    static_assert(std::is_same_v<decltype(exp(p.softmax_scale)), float>);
+    const float nan = p.lse[1] * NAN;
+    p.lse[0] = abs(p.softmax_scale - 1.5f);
+    p.lse[1] = min(nan, 2.0f) + max(3.0f, nan);
+    p.lse[2] = exp2f(p.softmax_scale) + log2(p.softmax_scale + 8);
+    p.lse[3] = isinf(-INFINITY) + isnan(nan);
+""",
+        threads=1,
+    )
+    _, lse = run(step, CpuBackend(), torch.zeros(1, 1, 1, 8), num_lse=4)
+    assert lse.tolist() == [1.5, 5, 4, 2]
+
+
 # ---- warps
 
 

@@ -6,18 +6,16 @@
 #include <vector>
 
 #include "memory.h"
+#include "site.h"
 
 namespace simt {
-
-// Whether the step includes async.h. Without it nothing reads the view, and there is none.
-inline bool async_proxy_used = false;
 
 class AsyncView {
   public:
     explicit AsyncView(const Buffer& smem)
-        : smem(smem), writers(async_proxy_used ? (smem.bytes + WORD_BYTES - 1) / WORD_BYTES : 0) {
-        view.resize(writers.size() * WORD_BYTES);
-    }
+        : smem(smem),
+          writers((smem.bytes + WORD_BYTES - 1) / WORD_BYTES),
+          view(writers.size() * WORD_BYTES) {}
 
     void begin_block() {
         for (std::byte& byte : view) byte = std::byte{POISON};
@@ -25,9 +23,7 @@ class AsyncView {
     }
 
     // A thread writes bytes of shared memory by an ordinary instruction.
-    void note_write(int thread, size_t offset, size_t bytes) {
-        if (!writers.empty()) set_writer(thread, offset, bytes);
-    }
+    void note_write(int thread, size_t offset, size_t bytes) { set_writer(thread, offset, bytes); }
 
     // The async proxy has written these bytes.
     void update(size_t offset, size_t bytes) {
@@ -70,5 +66,8 @@ class AsyncView {
     std::vector<int16_t> writers;  // of each word
     std::vector<std::byte> view;
 };
+
+// Copies bytes of shared memory as the async proxy sees them, which must be as they are.
+void read_async(const std::byte* address, size_t bytes, void* to, const char* operation, Site site);
 
 }  // namespace simt

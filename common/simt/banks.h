@@ -15,8 +15,8 @@
 
 #include <vector>
 
-#include "report.h"
-#include "thread.h"
+#include "site.h"
+#include "warp.h"
 
 namespace simt {
 

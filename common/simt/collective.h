@@ -4,6 +4,7 @@
 // own.
 #pragma once
 #include "scheduler.h"
+#include "warp.h"
 
 namespace simt {
 
@@ -19,6 +20,12 @@ class Payloads {
   private:
     int first_thread;
 };
+
+// The running thread's warp, once it is certain that it can execute the operation.
+Group& warp_for(const Operation& operation);
+
+// The running thread's warpgroup, once it is certain that it can execute the operation.
+Group& warpgroup_for(const Operation& operation);
 
 // Whether the running thread is the last one to arrive. Threads that arrive at different
 // collectives while each expects the other never complete either; the scheduler reports them when
@@ -46,6 +53,20 @@ inline void collective(Group& group, const Operation& operation) {
     struct {
     } nothing;
     collective(group, operation, nothing, [](auto) {});
+}
+
+// In a collective of a group: reports where its threads have not brought the same.
+template <typename Payload>
+void require_same(const Group& group, const Operation& operation, Payloads<Payload> threads) {
+    for (int i = 1; i < group.num_threads; ++i) {
+        if (threads[i] == threads[0]) continue;
+        Report report = operation_fault("threads disagree", operation);
+        for (int j : {0, i}) {
+            report.add("\n  thread %d: ", group.first_thread + j);
+            threads[j].describe(report);
+        }
+        report.fail();
+    }
 }
 
 }  // namespace simt

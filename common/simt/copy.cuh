@@ -2,44 +2,38 @@
 // common/device/copy.cuh. An asynchronous copy lands as late as it may, in the wait that covers its
 // group: a copy that is waited for by too few threads, too late, or never, leaves poison.
 #pragma once
+#include "access.h"
 #include "attention.cuh"
 
+namespace simt {
+
+void start_copy(void* to_shared, const void* from_global, bool valid, Site site);
+
+// Lands all but the `pending` latest groups of the running thread. What is in no group yet is newer
+// than all of them.
+void land_copies(int pending);
+
+}  // namespace simt
+
 inline uint4 load_uint4(const Element* p, simt::Site site = simt::Site::here()) {
-    return *reinterpret_cast<const uint4*>(simt::vector_access<16>(p, "load_uint4", site));
+    simt::vector_access(p, 16, "load_uint4", site);
+    return *reinterpret_cast<const uint4*>(p);
 }
 
 inline void store_uint4(Element* p, uint4 x, simt::Site site = simt::Site::here()) {
-    simt::vector_access<16>(p, "store_uint4", site);
-    *reinterpret_cast<uint4*>(simt::note_write(p, 16)) = x;
+    simt::vector_access(p, 16, "store_uint4", site);
+    simt::note_write(p, 16);
+    *reinterpret_cast<uint4*>(p) = x;
 }
 
-// From here to the wait the destination may hold the old or the new elements, which is good for
-// neither: it is poisoned. The source is read when the copy lands; that it can be is tried now.
 inline void cp_async_cg(Element* to_shared, const Element* from_global, bool valid,
                         simt::Site site = simt::Site::here()) {
-    simt::Thread& self = simt::Worker::current()->self();
-    Element* to = simt::shared_access<16>(to_shared, "cp_async_cg", site);
-    const Element* from = simt::require_aligned<16>(from_global, "cp_async_cg", site);
-    memset(to, simt::POISON, 16);
-    if (valid) *reinterpret_cast<const volatile char*>(from);
-    self.copies.push_back({to, valid ? from : nullptr, self.num_copy_groups});
+    simt::start_copy(to_shared, from_global, valid, site);
 }
 
-inline void cp_async_commit_group() { ++simt::Worker::current()->self().num_copy_groups; }
+void cp_async_commit_group();
 
-// Lands the groups it waits for. What is in no group yet is newer than all of them.
 template <int PENDING>
 void cp_async_wait_group() {
-    simt::Thread& self = simt::Worker::current()->self();
-    size_t landed = 0;
-    for (; landed < self.copies.size(); ++landed) {
-        const simt::AsyncCopy& copy = self.copies[landed];
-        if (copy.group + PENDING >= self.num_copy_groups) break;
-        if (copy.from) {
-            memcpy(copy.to, copy.from, 16);
-        } else {
-            memset(copy.to, 0, 16);
-        }
-    }
-    self.copies.erase(self.copies.begin(), self.copies.begin() + landed);
+    simt::land_copies(PENDING);
 }

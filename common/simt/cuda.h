@@ -1,10 +1,15 @@
-// The parts of the CUDA language that a host compiler lacks: keywords, vector types, mathematics.
+// The parts of the CUDA language that a host compiler lacks: keywords, the indices of the running
+// thread, vector types, mathematics.
 #pragma once
-#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #include <type_traits>
+
+// Leaves Bessel and zeta functions and their kind out of libstdc++'s <math.h>: they take as long to
+// compile as all else that a simple step includes. <type_traits> has defined it.
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
+#include <math.h>
 
 #define __global__
 #define __device__
@@ -12,6 +17,12 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ _Pragma("GCC error \"no __shared__ in steps: use shared_memory<Layout>()\"")
+
+struct uint3 {
+    uint32_t x, y, z;
+};
+
+inline constinit thread_local uint3 threadIdx{}, blockIdx{}, blockDim{}, gridDim{};
 
 struct alignas(16) float4 {
     float x, y, z, w;

@@ -3,6 +3,7 @@
 #include <stdint.h>
 
 #include <bit>
+#include <type_traits>
 
 struct bf16 {
     uint16_t bits;
@@ -13,6 +14,13 @@ struct fp16 {
 };
 
 using fp32 = float;
+
+namespace simt {
+
+template <typename T>  // of the matrices that tensor cores multiply
+concept MatrixElement = std::is_same_v<T, bf16> || std::is_same_v<T, fp16>;
+
+}  // namespace simt
 
 inline float to_float(float x) { return x; }
 

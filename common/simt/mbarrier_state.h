@@ -1,6 +1,9 @@
-// What an mbarrier counts. The scheduler keeps this for each; common/simt/mbarrier.cuh changes it.
+// What an mbarrier counts. The scheduler keeps this for each; common/simt/mbarrier.cpp changes it.
 #pragma once
+#include <stdint.h>
+
 #include "report.h"
+#include "site.h"
 
 namespace simt {
 
@@ -28,5 +31,12 @@ struct MbarrierState {
         if (bytes < 0) report.add(", %lld bytes not announced", static_cast<long long>(-bytes));
     }
 };
+
+// For the instructions, in common/simt/mbarrier.cpp: the state of an mbarrier. Reports where there
+// is none, or where its place has been overwritten.
+MbarrierState& find_mbarrier(const uint64_t& barrier, const char* operation, Site site);
+
+// A copy has brought `bytes`.
+void complete_bytes(const uint64_t& barrier, int bytes, const char* operation, Site site);
 
 }  // namespace simt

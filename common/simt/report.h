@@ -2,7 +2,6 @@
 #pragma once
 #include <stdarg.h>
 #include <stdio.h>
-#include <string.h>
 #include <unistd.h>
 
 #include <cstddef>
@@ -10,24 +9,6 @@
 namespace simt {
 
 constexpr int FAULT_EXIT_CODE = 65;  // mirrored by common/cpu.py; sanitizers exit with 1
-
-// A place in a step's source. As a default argument, `Site site = Site::here()` is the caller's
-// place.
-struct Site {
-    const char* file = "";
-    int line = 0;
-
-    static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-        return {file, line};
-    }
-    const char* file_name() const {
-        const char* slash = strrchr(file, '/');
-        return slash ? slash + 1 : file;
-    }
-    bool operator==(const Site& other) const {
-        return line == other.line && (file == other.file || strcmp(file, other.file) == 0);
-    }
-};
 
 // Text of bounded length; allocates nothing, so that a signal handler can write it. The first line
 // sums it up.

@@ -8,9 +8,7 @@
 #include <algorithm>
 #include <utility>
 
-struct Element;  // here only pointers to some
-
-#include "../launch.h"
+#include "attention.cuh"
 #include "scheduler.h"
 #include "tensor_map.h"
 #include "trap.h"

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "cuda.h"
 #include "stall.h"
 
 namespace simt {
@@ -91,6 +92,13 @@ Report Worker::fault(const char* what) const {
     Report report;
     report.add("%s in kernel %s, block %u", what, launch.kernel_name, blockIdx.x);
     if (running != NO_THREAD) report.add(", thread %d", running);
+    return report;
+}
+
+Report operation_fault(const char* what, const Operation& operation) {
+    Report report = Worker::current()->fault(what);
+    report.add(": ");
+    operation.describe(report);
     return report;
 }
 

@@ -17,12 +17,6 @@
 #include "warpgroup_state.h"
 #include "wgmma_state.h"
 
-struct uint3 {
-    uint32_t x, y, z;
-};
-
-inline constinit thread_local uint3 threadIdx{}, blockIdx{}, blockDim{}, gridDim{};
-
 namespace simt {
 
 // One kernel of the request.
@@ -153,5 +147,8 @@ class Worker {
     Random random;
     static inline constinit thread_local Worker* current_worker = nullptr;
 };
+
+// Begins a report about the running thread's operation.
+Report operation_fault(const char* what, const Operation& operation);
 
 }  // namespace simt

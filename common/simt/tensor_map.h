@@ -16,9 +16,8 @@ struct TensorMapFields {
     int32_t box_columns, box_rows;
     int32_t swizzle;
     int32_t valid;  // VALID_TENSOR_MAP; 0 where the launch descriptor asks for no map
+    int32_t element_bytes;
 };
-
-static_assert(sizeof(TensorMapFields) == 64);
 
 // A box of a tensor, and its place in shared memory.
 struct TensorBox {

@@ -6,11 +6,11 @@
 
 #include "fiber.h"
 #include "report.h"
+#include "site.h"
 #include "tensor_map.h"
+#include "warp.h"
 
 namespace simt {
-
-constexpr int WARP_SIZE = 32;
 
 // What threads do together, e.g. a shuffle: which thread waits where, or else was last.
 struct Operation {

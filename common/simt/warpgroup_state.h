@@ -1,5 +1,5 @@
 // A block's named barriers, and the registers that its warpgroups give each other. The scheduler keeps
-// this; common/simt/warpgroup.cuh changes it.
+// this; common/simt/warpgroup.cpp changes it.
 #pragma once
 #include <stdint.h>
 

@@ -1,5 +1,5 @@
 // What wgmma in flight have to do yet. The scheduler keeps this for each warp, which lands its share
-// of them in a wait of its own; common/simt/wgmma.cuh changes it.
+// of them in a wait of its own; common/simt/wgmma.cpp changes it.
 #pragma once
 #include <stdint.h>
 
@@ -7,7 +7,7 @@
 
 #include "thread.h"
 
-enum Major { K_MAJOR, MN_MAJOR };
+enum Major : int;  // wgmma.cuh has it
 
 namespace simt {
 

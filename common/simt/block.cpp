@@ -1,0 +1,31 @@
+#include "block.h"
+
+#include "collective.h"
+
+namespace simt {
+
+void* require_shared_memory(size_t bytes, size_t alignment) {
+    const Worker& worker = *Worker::current();
+    const Buffer& smem = worker.shared_memory();
+    if (bytes > smem.bytes) {
+        worker.fault("too little shared memory")
+            .add(": the layout has %zu bytes, the launch descriptor asks for %zu", bytes,
+                 smem.bytes)
+            .fail();
+    }
+    if (reinterpret_cast<uintptr_t>(smem.data) % alignment) {
+        worker.fault("misaligned shared memory")
+            .add(
+                ": the launch descriptor asks for %zu bytes, not a multiple of %zu, the layout's "
+                "alignment",
+                smem.bytes, alignment)
+            .fail();
+    }
+    return smem.data;
+}
+
+}  // namespace simt
+
+void __syncthreads(simt::Site site) {
+    simt::collective(simt::Worker::current()->block(), {"__syncthreads", site});
+}

@@ -1,0 +1,35 @@
+#include "copy.cuh"
+
+#include "scheduler.h"
+
+namespace simt {
+
+// From here to the wait the destination may hold the old or the new elements, which is good for
+// neither: it is poisoned. The source is read when the copy lands; that it can be is tried now.
+void start_copy(void* to_shared, const void* from_global, bool valid, Site site) {
+    Thread& self = Worker::current()->self();
+    shared_access(to_shared, 16, "cp_async_cg", site);
+    require_aligned(from_global, 16, "cp_async_cg", site);
+    memset(to_shared, POISON, 16);
+    if (valid) *static_cast<const volatile char*>(from_global);
+    self.copies.push_back({to_shared, valid ? from_global : nullptr, self.num_copy_groups});
+}
+
+void land_copies(int pending) {
+    Thread& self = Worker::current()->self();
+    size_t landed = 0;
+    for (; landed < self.copies.size(); ++landed) {
+        const AsyncCopy& copy = self.copies[landed];
+        if (copy.group + pending >= self.num_copy_groups) break;
+        if (copy.from) {
+            memcpy(copy.to, copy.from, 16);
+        } else {
+            memset(copy.to, 0, 16);
+        }
+    }
+    self.copies.erase(self.copies.begin(), self.copies.begin() + landed);
+}
+
+}  // namespace simt
+
+void cp_async_commit_group() { ++simt::Worker::current()->self().num_copy_groups; }

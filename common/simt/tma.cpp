@@ -1,0 +1,180 @@
+#include "tma.cuh"
+
+#include <vector>
+
+#include "access.h"
+#include "async_view.h"
+#include "scheduler.h"
+#include "tensor_map.h"
+
+namespace simt {
+namespace {
+
+constexpr const char* LOAD = "cp_async_bulk_tensor_load";
+constexpr const char* STORE = "cp_async_bulk_tensor_store";
+
+constexpr int CHUNK_BYTES = 16;  // what a swizzle moves; a row of a box has whole ones
+
+int box_bytes(const TensorBox& box) {
+    return box.map.box_rows * box.map.box_columns * box.map.element_bytes;
+}
+
+// Bits 4-6 of an address change by its bits 7-9, or the lower ones of these; where a box begins all
+// of them are 0.
+size_t swizzled(const TensorMapFields& map, size_t place) {
+    const size_t bits = (1 << map.swizzle) - 1;
+    return place ^ (place >> 7 & bits) << 4;
+}
+
+// nullptr outside of the tensor.
+std::byte* element_address(const TensorMapFields& map, const int64_t (&index)[4]) {
+    int64_t offset = index[0] * map.element_bytes;
+    for (int axis = 0; axis < 4; ++axis) {
+        if (index[axis] < 0 || index[axis] >= map.sizes[axis]) return nullptr;
+        if (axis > 0) offset += index[axis] * map.strides[axis - 1];
+    }
+    return reinterpret_cast<std::byte*>(map.address) + offset;
+}
+
+// copy(in_shared, in_tensor, bytes) for each chunk of the box, of which so many bytes, the first,
+// lie in the tensor.
+template <typename Copy>
+void for_each_chunk(const TensorBox& box, Copy copy) {
+    const int chunk = CHUNK_BYTES / box.map.element_bytes;  // elements
+    for (int row = 0; row < box.map.box_rows; ++row) {
+        for (int col = 0; col < box.map.box_columns; col += chunk) {
+            const size_t place = (row * box.map.box_columns + col) * box.map.element_bytes;
+            const int64_t index[] = {box.first[0] + int64_t{col}, box.first[1] + int64_t{row},
+                                     box.first[2], box.first[3]};
+            std::byte* in_tensor = element_address(box.map, index);
+            const int64_t elements = in_tensor ? min(chunk, box.map.sizes[0] - index[0]) : 0;
+            copy(box.in_shared + swizzled(box.map, place), in_tensor,
+                 elements * box.map.element_bytes);
+        }
+    }
+}
+
+// The box that an instruction names, once it is certain that it can be copied.
+TensorBox tensor_box(const TensorMap& tensor_map, const int (&first)[4], const void* shared,
+                     bool stored, const Operation& operation) {
+    const auto [d, row, head, batch] = first;
+    auto* address = static_cast<std::byte*>(const_cast<void*>(shared));
+    TensorBox box = {{}, {d, row, head, batch}, address};
+    memcpy(&box.map, &tensor_map, sizeof(box.map));
+    if (box.map.valid != VALID_TENSOR_MAP) {
+        operation_fault("no tensor map", operation)
+            .add(" needs the map of a tensor whose box in the launch descriptor has rows")
+            .fail();
+    }
+    // Both are seen on an H200, which calls the instruction illegal.
+    if (d * box.map.element_bytes % 16) {
+        operation_fault("misaligned box", operation)
+            .add(" needs a d of a multiple of 16 bytes, not %d elements", d)
+            .fail();
+    }
+    if (stored && (d < 0 || row < 0 || head < 0 || batch < 0)) {
+        operation_fault("store before the tensor", operation)
+            .add(" can start no box at d %d, row %d, head %d, batch %d", d, row, head, batch)
+            .fail();
+    }
+    // How rows that are shorter than the swizzle lie is not documented.
+    const size_t span = box.map.swizzle ? 16 << box.map.swizzle : 16;
+    const size_t row_bytes = box.map.box_columns * box.map.element_bytes;
+    if (box.map.swizzle && row_bytes != span) {
+        operation_fault("box and swizzle do not fit", operation)
+            .add(" swizzles %zu bytes, and a row of the box has %zu", span, row_bytes)
+            .fail();
+    }
+    require_aligned(address, 8 * span, operation.name, operation.site);
+    require_shared(address, box_bytes(box), operation.name, operation.site);
+    return box;
+}
+
+// What a store reads of shared memory.
+std::vector<std::byte> read_box(const TensorBox& box, Site site) {
+    std::vector<std::byte> elements(box_bytes(box));
+    read_async(box.in_shared, elements.size(), elements.data(), STORE, site);
+    return elements;
+}
+
+void land_load(const BulkCopy& load) {
+    Worker& worker = *Worker::current();
+    for_each_chunk(load.box, [](std::byte* to, const std::byte* from, size_t bytes) {
+        memset(to, 0, CHUNK_BYTES);
+        if (bytes) memcpy(to, from, bytes);
+    });
+    const std::byte* smem = worker.shared_memory().data;
+    worker.async_view().update(load.box.in_shared - smem, box_bytes(load.box));
+    const auto& barrier = reinterpret_cast<const Mbarrier&>(smem[load.mbarrier]);
+    complete_bytes(barrier, box_bytes(load.box), load.name, load.site);
+}
+
+void land_store(const BulkCopy& store) {
+    for_each_chunk(store.box, [&](const std::byte* from, std::byte* to, size_t bytes) {
+        if (bytes) memcpy(to, &store.elements[from - store.box.in_shared], bytes);
+    });
+}
+
+// How many of the running thread's stores are not in its `pending` latest groups.
+size_t num_stores_before(uint64_t pending) {
+    const Thread& self = Worker::current()->self();
+    size_t count = 0;
+    while (count < self.stores.size() &&
+           self.stores[count].group + pending < self.num_store_groups) {
+        ++count;
+    }
+    return count;
+}
+
+}  // namespace
+
+// From here to the mbarrier's phase the destination may hold the old or the new elements: it is
+// poisoned.
+void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mbarrier& barrier,
+                Site site) {
+    const Operation operation = {LOAD, site};
+    Worker& worker = *Worker::current();
+    const TensorBox box = tensor_box(map, first, to_shared, false, operation);
+    const MbarrierState& state = find_mbarrier(barrier, LOAD, site);
+    if (!state.fenced) {
+        Report report = operation_fault("missing fence_mbarrier_init", operation);
+        report.add(" needs one of thread %d after it has initialized ", state.initializer);
+        state.name(report);
+        report.fail();
+    }
+    memset(box.in_shared, POISON, box_bytes(box));
+    worker.async_view().update(box.in_shared - worker.shared_memory().data, box_bytes(box));
+    worker.start_load({LOAD, site, 0, int(state.offset), box, land_load});
+}
+
+void start_store(const TensorMap& map, const int (&first)[4], const void* from_shared, Site site) {
+    Thread& self = Worker::current()->self();
+    const TensorBox box = tensor_box(map, first, from_shared, true, {STORE, site});
+    read_box(box, site);  // might be now
+    self.stores.push_back({STORE, site, self.num_store_groups, -1, box, land_store});
+}
+
+void read_stores(int pending) {
+    Worker& worker = *Worker::current();
+    const size_t count = num_stores_before(pending);
+    for (size_t i = 0; i < count; ++i) {
+        BulkCopy& store = worker.self().stores[i];
+        if (store.elements.empty()) store.elements = read_box(store.box, store.site);
+    }
+    if (worker.may_copy_early()) worker.land_stores(worker.self(), count);
+}
+
+void land_stores(int pending) {
+    read_stores(pending);
+    Worker& worker = *Worker::current();
+    worker.land_stores(worker.self(), num_stores_before(pending));
+}
+
+}  // namespace simt
+
+void cp_async_bulk_commit_group() { ++simt::Worker::current()->self().num_store_groups; }
+
+void fence_proxy_async() {
+    simt::Worker& worker = *simt::Worker::current();
+    worker.async_view().publish(worker.running_thread());
+}

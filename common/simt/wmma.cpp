@@ -1,0 +1,73 @@
+#include "wmma.cuh"
+
+#include "access.h"
+#include "collective.h"
+#include "trap.h"
+
+namespace simt {
+namespace {
+
+void gather(float (&matrix)[MATRIX_ELEMENTS], const MatrixShare& share) {
+    for (int i = 0; i < share.size; ++i) matrix[share.elements[i]] = share.x[i];
+}
+
+}  // namespace
+
+void MatrixInMemory::describe(Report& report) const {
+    describe_address(report, static_cast<const std::byte*>(address));
+    report.add(", ldm %u, %s-major", ldm, layout == wmma::mem_row_major ? "row" : "column");
+}
+
+void begin_access(const MatrixInMemory& matrix, const char* name, Site site) {
+    constexpr size_t ADDRESS_BYTES = 32, LDM_BYTES = 16;
+    const Operation operation = {name, site, ALL_LANES};
+    require_aligned(matrix.address, ADDRESS_BYTES, name, site);
+    if (matrix.ldm * matrix.element_bytes % LDM_BYTES || matrix.ldm < unsigned{MATRIX_SIDE}) {
+        operation_fault("wrong ldm", operation)
+            .add(", which needs a multiple of %zu elements (%zu bytes), at least %d, not %u",
+                 LDM_BYTES / matrix.element_bytes, LDM_BYTES, MATRIX_SIDE, matrix.ldm)
+            .fail();
+    }
+    Worker::current()->self().operation = operation;
+}
+
+void meet_at(MatrixInMemory matrix, const char* name, Site site) {
+    const Operation operation = {name, site, ALL_LANES};
+    collective(warp_for(operation), operation, matrix, [&](Payloads<MatrixInMemory> lanes) {
+        for (int lane = 1; lane < WARP_SIZE; ++lane) {
+            if (lanes[lane] == lanes[0]) continue;
+            Report report = operation_fault("lanes name different matrices", operation);
+            for (int named : {0, lane}) {
+                report.add("\n  lane %d: ", named);
+                lanes[named].describe(report);
+            }
+            report.fail();
+        }
+    });
+}
+
+// A product of two 16-bit numbers is exact in float; they are added one after another, where the
+// hardware may choose another order.
+void multiply_add(ProductShare& share, Site site) {
+    const Operation operation = {"mma_sync", site, ALL_LANES};
+    collective(warp_for(operation), operation, share, [](Payloads<ProductShare> lanes) {
+        float a[MATRIX_ELEMENTS], b[MATRIX_ELEMENTS], sum[MATRIX_ELEMENTS];
+        for (int lane = 0; lane < WARP_SIZE; ++lane) {
+            gather(a, lanes[lane].a);
+            gather(b, lanes[lane].b);
+            gather(sum, lanes[lane].sum);
+        }
+        for (int row = 0; row < MATRIX_ELEMENTS; row += MATRIX_SIDE) {
+            for (int k = 0; k < MATRIX_SIDE; ++k) {
+                for (int col = 0; col < MATRIX_SIDE; ++col)
+                    sum[row + col] += a[row + k] * b[MATRIX_SIDE * k + col];
+            }
+        }
+        for (int lane = 0; lane < WARP_SIZE; ++lane) {
+            MatrixShare& result = lanes[lane].sum;
+            for (int i = 0; i < result.size; ++i) result.x[i] = sum[result.elements[i]];
+        }
+    });
+}
+
+}  // namespace simt
