@@ -401,6 +401,7 @@ def sanitized_step(tmp_path_factory) -> Step:
         case 3: smem.counter = 0x7fffffff + p.seq_q; break;
         case 4: p.lse[0] = p.q[16]; break;
         case 5: if (t % 2) __syncthreads(); break;
+        case 6: if (t == 0) store_float4(smem.second + 32, {}); break;  // ends after the layout
     }
     __syncthreads();
     p.lse[0] = local[t % 4];
@@ -418,6 +419,7 @@ def sanitized_step(tmp_path_factory) -> Step:
         (3, "signed integer overflow"),
         (4, "past the end of q"),
         (5, r"barrier divergence .*\n  threads 0, 2"),
+        (6, "out-of-bounds write .*: past the end of shared memory"),
     ],
 )
 def test_sanitizers(sanitized_step, scenario, report):

@@ -15,29 +15,43 @@ class AsyncView {
     explicit AsyncView(const Buffer& smem)
         : smem(smem),
           writers((smem.bytes + WORD_BYTES - 1) / WORD_BYTES),
+          num_written(writers.size() / STRETCH + 1),
           view(writers.size() * WORD_BYTES) {}
 
     void begin_block() {
         for (std::byte& byte : view) byte = std::byte{POISON};
         for (int16_t& writer : writers) writer = NOBODY;
+        for (int& number : num_written) number = 0;
     }
 
     // A thread writes bytes of shared memory by an ordinary instruction.
-    void note_write(int thread, size_t offset, size_t bytes) { set_writer(thread, offset, bytes); }
+    void note_write(int thread, size_t offset, size_t bytes) {
+        // Its end may lie outside, which is reported later.
+        for (size_t word = offset / WORD_BYTES;
+             word < writers.size() && word * WORD_BYTES < offset + bytes; ++word)
+            set_writer(word, thread);
+    }
 
     // The async proxy has written these bytes.
     void update(size_t offset, size_t bytes) {
         memcpy(view.data() + offset, smem.data + offset, bytes);
-        set_writer(NOBODY, offset, bytes);
+        note_write(NOBODY, offset, bytes);
     }
 
     // The thread's fence: shows what it has written. Who wrote a word is known of wrappers only, so
     // that nobody's words may be its own.
     void publish(int thread) {
-        for (size_t word = 0; word < writers.size(); ++word) {
-            if (writers[word] != NOBODY && writers[word] != thread) continue;
-            memcpy(view.data() + word * WORD_BYTES, smem.data + word * WORD_BYTES, WORD_BYTES);
-            writers[word] = NOBODY;
+        for (size_t first = 0; first < writers.size(); first += STRETCH) {
+            const size_t end = first + STRETCH < writers.size() ? first + STRETCH : writers.size();
+            if (num_written[first / STRETCH] == 0) {  // as nearly everywhere, and fast
+                show(first, end);
+                continue;
+            }
+            for (size_t word = first; word < end; ++word) {
+                if (writers[word] != NOBODY && writers[word] != thread) continue;
+                show(word, word + 1);
+                set_writer(word, NOBODY);
+            }
         }
     }
 
@@ -56,14 +70,21 @@ class AsyncView {
 
   private:
     static constexpr size_t WORD_BYTES = 4;
+    static constexpr size_t STRETCH = 64;  // words
 
-    void set_writer(int thread, size_t offset, size_t bytes) {
-        for (size_t word = offset / WORD_BYTES; word * WORD_BYTES < offset + bytes; ++word)
-            writers[word] = thread;
+    void show(size_t first_word, size_t end_word) {
+        memcpy(view.data() + first_word * WORD_BYTES, smem.data + first_word * WORD_BYTES,
+               (end_word - first_word) * WORD_BYTES);
+    }
+
+    void set_writer(size_t word, int thread) {
+        num_written[word / STRETCH] += (thread != NOBODY) - (writers[word] != NOBODY);
+        writers[word] = thread;
     }
 
     const Buffer& smem;
     std::vector<int16_t> writers;  // of each word
+    std::vector<int> num_written;  // of each stretch: the words that have a writer
     std::vector<std::byte> view;
 };
 
