@@ -12,7 +12,7 @@ struct RegisterCount {  // of a thread
     void describe(Report& report) const { report.add("%d registers", registers); }
 };
 
-// Has the warpgroup meet; then change(pool, number of the warpgroup, registers a thread) runs once.
+// Has the warpgroup meet; then change(pool, number of the warpgroup) runs once.
 template <typename Change>
 void change_registers(const Operation& operation, int registers, Change change) {
     Group& warpgroup = warpgroup_for(operation);
