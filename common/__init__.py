@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from common.errors import UsageError
-from common.op import forward
+from .errors import UsageError
+from .operator import forward
 
 __all__ = ["UsageError", "attention"]
 

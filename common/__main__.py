@@ -8,21 +8,25 @@ from pathlib import Path
 
 import torch
 
-from common import summary, tables
-from common.command_line import Parser, guarded
-from common.compare import change_table, find_two, source_diff
-from common.compile_gate import compile_all
-from common.counters import collect
-from common.errors import UsageError
-from common.gpu import GpuBackend
-from common.profile import Profile, load_profile
-from common.record import PROFILES_DIR, gpu_folder, is_stale, read_records, write_record
-from common.static import PROBLEM, count_bank_conflicts, static_path, static_record
-from common.step import ROOT, Step, all_steps, find_step
-from common.timeline import timeline_patch, timeline_record
-from common.worklog import HEADLINE_GPU, regenerate
 from verify.cases import find_cases
 from verify.check import check_steps
+from verify.compile_gate import compile_all
+
+from .bench.ncu import collect
+from .bench.static_analysis import PROBLEM, count_bank_conflicts, static_path, static_record
+from .bench.timeline import timeline_patch, timeline_record
+from .catalog import all_steps, find_step
+from .cli import Parser, guarded
+from .errors import UsageError
+from .records import PROFILES_DIR, gpu_folder, is_stale, read_records, write_record
+from .report import tables
+from .report import terminal as summary
+from .report.compare import change_table, find_two, source_diff
+from .report.markdown import HEADLINE_GPU, regenerate
+from .report.record_set import Profile, load_profile
+from .runtime.gpu import GpuBackend
+from .source import ROOT
+from .step import Step
 
 
 def run_step(name: str) -> int:
@@ -36,7 +40,7 @@ def run_step(name: str) -> int:
     _print_bank_conflicts(count_bank_conflicts(step))
     obstacle = _why_not_timed(step)
     if obstacle is None:
-        from common.measure import measure, step_candidate
+        from .bench.headline import measure, step_candidate
 
         (path,) = measure([step_candidate(step)])
         print(f"\nMeasured just now, {path.relative_to(ROOT)}:")
@@ -74,7 +78,7 @@ def _report_regenerated() -> None:
 def bench(experiments: bool) -> int:
     """Measures all steps, or all experiments beside their steps, in one run."""
     _require_gpu()
-    from common.measure import experiment_candidates, measure, step_candidate
+    from .bench.headline import experiment_candidates, measure, step_candidate
 
     candidates = (
         experiment_candidates() if experiments else [step_candidate(step) for step in all_steps()]
@@ -93,7 +97,7 @@ def bench(experiments: bool) -> int:
 def bench_grid() -> int:
     """Measures the steps and their peers over a grid of shapes."""
     _require_gpu()
-    from common.grid import measure_grid
+    from .bench.grid import measure_grid
 
     return _report(measure_grid(), tables.grid)
 
@@ -101,7 +105,7 @@ def bench_grid() -> int:
 def bench_latency() -> int:
     """Measures what small calls of attention() and of the peers cost."""
     _require_gpu()
-    from common.latency import measure_latency
+    from .bench.latency import measure_latency
 
     return _report(measure_latency(), tables.latency)
 

@@ -12,8 +12,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import UsageError
-from common.step import ROOT, Step, find_step
+from .catalog import find_step
+from .errors import UsageError
+from .source import ROOT
+from .step import Step
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,13 @@
-"""A step is one .cu file that describes itself; the only list of steps is the folder."""
+"""A step is one .cu file that describes itself."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from common.errors import UsageError
-
-ROOT = Path(__file__).resolve().parent.parent
-STEPS_DIR = ROOT / "steps"
+from .errors import UsageError
+from .source import code_sha256
 
 _LIMITS = re.compile(
     r"(?P<dtypes>[a-z0-9]+(?:, [a-z0-9]+)*); "
@@ -72,7 +68,7 @@ class Step:
     change: str
     why: str
     limits: Limits
-    source_sha256: str
+    code_sha256: str  # of its code and its headers', without comments
 
     def require(self, spec: Specialization) -> None:
         """Raises UsageError where the step cannot run spec."""
@@ -119,7 +115,7 @@ def read_step(path: Path) -> Step:
         title=title[2],
         change=fields["change"],
         why=fields["why"],
-        source_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        code_sha256=code_sha256(path),
         limits=Limits(
             dtypes=tuple(limits["dtypes"].split(", ")),
             lowest_head_dim=int(limits["lowest"]),
@@ -128,48 +124,3 @@ def read_step(path: Path) -> Step:
             arch=limits["arch"],
         ),
     )
-
-
-@cache
-def all_steps() -> tuple[Step, ...]:
-    """The steps of the worklog, in order. Raises UsageError unless each has a name of its own."""
-    steps: dict[str, Step] = {}
-    for path in sorted(STEPS_DIR.glob("v[0-9][0-9]_*.cu")):
-        step = read_step(path)
-        if step.name != path.name[:3]:
-            raise UsageError(f"{path}: the first line calls it {step.name}, not {path.name[:3]}")
-        if step.name in steps:
-            raise UsageError(f"{path}: {steps[step.name].path.name} is {step.name} already")
-        steps[step.name] = step
-    return tuple(steps.values())
-
-
-def find_step(name: str | Path) -> Step:
-    """The step called "4", "04", "v04", "steps/v04" or "steps/v04_register_tiles.cu".
-
-    Also any other .cu file, and a .patch of a step. Paths are taken from the working directory,
-    then from the project's root. Raises UsageError listing the steps.
-    """
-    text = str(name)
-    if text.endswith(".patch"):
-        from common.patch import read_patch  # which looks up the patched step here
-
-        return read_step(read_patch(Path(text)).write())
-    if text.endswith(".cu"):
-        for path in (Path(text), ROOT / text):
-            if path.is_file():
-                path = path.resolve()
-                return next((step for step in all_steps() if step.path == path), None) or read_step(
-                    path
-                )
-        raise UsageError(f"no file '{text}'; the steps are {step_names()}")
-    if number := re.fullmatch(r"(?:(?:.*/)?steps/)?v?(\d{1,2})(_\w+)?", text):
-        wanted = f"v{int(number[1]):02d}{number[2] or ''}"
-        for step in all_steps():
-            if wanted in (step.name, step.path.stem):
-                return step
-    raise UsageError(f"no step '{text}'; the steps are {step_names()}")
-
-
-def step_names() -> str:
-    return ", ".join(step.name for step in all_steps())

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.backend import DTYPE_NAMES
 from common.errors import UsageError
+from common.runtime.backend import DTYPE_NAMES
 from common.step import Specialization
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -22,12 +22,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.backend import Backend
-from common.command_line import Parser, guarded
-from common.cpu import CpuBackend
+from common.catalog import all_steps, find_step
+from common.cli import Parser, guarded
 from common.errors import NotEnoughMemoryError, UsageError
-from common.gpu import GpuBackend
-from common.step import Step, all_steps, find_step
+from common.runtime.backend import Backend
+from common.runtime.cpu import CpuBackend
+from common.runtime.gpu import GpuBackend
+from common.step import Step
 from verify.accuracy import Measure, compare, repeated
 from verify.cases import CASES, Case, find_cases
 

@@ -1,5 +1,5 @@
 // mma -- fragments through ldmatrix, mma.sync, cvt, ex2 and lg2
-// change: none; this is the kernel of verify/test_mma.py
+// change: none; this is the kernel of verify/tests/test_mma.py
 // why: to see that the CPU twins of the instructions compute what a GPU does
 // limits: bf16, fp16; head_dim 256-256 by 8; sm_80
 #include "copy.cuh"

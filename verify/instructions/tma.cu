@@ -1,5 +1,5 @@
 // tma -- boxes of a tensor through TMA, and matrices through stmatrix
-// change: none; this is the kernel of verify/test_tma.py
+// change: none; this is the kernel of verify/tests/test_tma.py
 // why: to see that the CPU twins of the instructions compute what a GPU does
 // limits: bf16, fp16; head_dim 64-88 by 8; sm_90
 #include "mma.cuh"

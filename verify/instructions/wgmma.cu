@@ -1,5 +1,5 @@
 // wgmma -- products of every size and layout
-// change: none; this is the kernel of verify/test_wgmma.py
+// change: none; this is the kernel of verify/tests/test_wgmma.py
 // why: to see that the CPU twins of the instructions compute what a GPU does
 // limits: bf16, fp16; head_dim 256-256 by 8; sm_90a
 #include "tma.cuh"

@@ -1,5 +1,5 @@
 // wmma -- matrices in every layout through one warp
-// change: none; this is the kernel of verify/test_wmma.py
+// change: none; this is the kernel of verify/tests/test_wmma.py
 // why: to see that the CPU twin of WMMA computes what a GPU does
 // limits: bf16, fp16; head_dim 32-32 by 32; sm_80
 #include <type_traits>

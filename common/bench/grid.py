@@ -1,0 +1,181 @@
+"""Measures the steps and their peers over a grid of shapes: profiles/<gpu>/grid.json.
+
+Every cell of the grid is an interleaved run of its own. The record's keys are those of
+common/bench/headline.py, but for these:
+
+sources    the hashes of each step that was measured
+ceiling    what the same timer says of a large matrix product by torch: its sizes and median rate
+cells      in the order of CELLS
+tflops     of a cell: the median rate of each step, then of each peer, or why it is missing
+routes     which code a peer runs
+
+A run after another of the same sources leaves that in grid_previous.json.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from verify.accuracy import expect
+from verify.cases import BF16, Case, Shape
+
+from ..catalog import all_steps
+from ..errors import UsageError
+from ..records import (
+    GRID,
+    GRID_PREVIOUS,
+    PROFILES_DIR,
+    SCHEMA,
+    gpu_folder,
+    read_grid,
+    write_record,
+)
+from ..runtime.gpu import GpuBackend
+from ..step import Step
+from .device_state import device_state, git_state, versions
+from .headline import describe_cell, outcome, require_right, try_call, try_steps
+from .peers import Peer, load
+from .timing import summarize, time_interleaved
+
+# FlashAttention's convention: the same number of tokens and the same hidden size in every cell.
+TOKENS, HIDDEN = 16384, 2048
+
+FIRST_STEP = "v04"  # the steps before are slower, and v01 and v02 hold all scores
+WITHOUT = ("sdpa_math",)  # holds all scores, too: nobody would choose it for these lengths
+CEILING = 8192  # rows and columns of each matrix of a product
+
+# Rounds of a cell: as many as its share of the time allows, between bounds.
+CELL_SECONDS = 3.0
+LEAST_ROUNDS, MOST_ROUNDS = 10, 30
+
+
+def _cells() -> Iterator[Case]:
+    for head_dim, causal, seq in product((64, 128, 256), (False, True), (1024, 4096, 16384)):
+        heads = HIDDEN // head_dim
+        shape = Shape(TOKENS // seq, heads, heads, seq, seq, head_dim)
+        yield Case(f"d{head_dim}{'_causal' if causal else ''}_{seq}", shape, BF16, causal)
+    # Llama 3 of 70 billion parameters: eight heads share a head of K and V.
+    for causal, seq in product((False, True), (4096, 16384)):
+        shape = Shape(1, 64, 8, seq, seq, 128)
+        yield Case(f"gqa{'_causal' if causal else ''}_{seq}", shape, BF16, causal)
+
+
+CELLS = tuple(_cells())
+
+
+def grid_steps() -> list[Step]:
+    return [step for step in all_steps() if step.name >= FIRST_STEP]
+
+
+def measure_grid() -> Path:
+    """Measures all cells and writes their record; returns its path.
+
+    Raises UsageError where a step cannot be compiled, where no step runs in a cell, or where a step
+    or a peer is wrong there.
+    """
+    backend = GpuBackend()
+    steps = grid_steps()
+    build_all(backend, steps, CELLS)
+    record = {
+        "schema": SCHEMA,
+        "git": git_state(),
+        **versions(),
+        "dtype": CELLS[0].specialization.dtype,
+        "sources": {step.name: {"code_sha256": step.code_sha256} for step in steps},
+        "ceiling": measure_ceiling(backend.device),
+    }
+    progress = tqdm(CELLS, "grid", unit="cell", leave=False, disable=None)
+    record["cells"] = [measure_cell(backend, steps, case) for case in progress]
+    folder = PROFILES_DIR / gpu_folder(record["device"])
+    keep_previous(folder, record["sources"])
+    write_record(folder / GRID, record)
+    return folder / GRID
+
+
+def build_all(backend: GpuBackend, steps: Iterable[Step], cases: Iterable[Case]) -> None:
+    """Compiles the steps for all cases at once, so that the device waits for no compiler after."""
+    specs = dict.fromkeys(case.specialization for case in cases)
+    jobs = [job for job in product(steps, specs) if not job[0].limits.refusal(job[1])]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda job: backend.build(*job), jobs))
+
+
+def measure_ceiling(device: torch.device) -> dict:
+    """The record's ceiling: random normal bf16 matrices, as the inputs of the cells are."""
+    rng = torch.Generator(device).manual_seed(0)
+    a, b = (
+        torch.randn(CEILING, CEILING, generator=rng, dtype=torch.bfloat16, device=device)
+        for _ in range(2)
+    )
+    samples = time_interleaved({"matmul": lambda: a @ b})["matmul"]
+    return {
+        "matmul": f"{CEILING}^3",
+        "tflops": 2 * CEILING**3 / summarize(samples)["time_ms"] / 1e9,
+        "samples_ms": samples,
+    }
+
+
+def keep_previous(folder: Path, sources: dict) -> None:
+    """Renames the record of the run before if it was of these sources; removes any older one."""
+    previous = folder / GRID_PREVIOUS
+    previous.unlink(missing_ok=True)
+    record = read_grid(folder)
+    if record and record["sources"] == sources:
+        (folder / GRID).replace(previous)
+
+
+def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict:
+    """An entry of the record's cells. All of o and lse is checked before anything is timed."""
+    q, k, v = case.make(backend.device)
+    expected = expect(case, q, k, v)
+    oracle = expected.o, expected.lse
+    trials, missing = try_steps(backend, steps, case, (q, k, v), oracle)
+    if not trials:
+        raise UsageError("; ".join(missing.values()))
+    peers = load(q, k, v, causal=case.causal, without=WITHOUT)
+    for name, peer in peers.items():
+        if isinstance(peer, Peer):
+            trials[name] = try_call(peer.forward, oracle)
+        else:
+            missing[name] = peer
+    for name, trial in trials.items():
+        require_right(name, trial, case, expected)
+    calls = {name: trial.call for name, trial in trials.items()}
+    rounds = affordable_rounds(_seconds(calls.values()))
+    before = device_state()
+    samples = time_interleaved(calls, rounds=rounds)
+    after = device_state()
+    outcomes = {name: outcome(trial, samples[name], case) for name, trial in trials.items()}
+    return {
+        **describe_cell(case, before, after),
+        "tflops": {
+            name: outcomes[name]["tflops"] if name in outcomes else {"missing": missing[name]}
+            for name in (*(step.name for step in steps), *peers)
+        },
+        "routes": {name: peer.route for name, peer in peers.items() if isinstance(peer, Peer)},
+        "errors": {name: trial.errors for name, trial in trials.items()},
+        "samples_ms": samples,
+    }
+
+
+def affordable_rounds(round_seconds: float) -> int:
+    """The rounds of a cell where one of all its candidates takes that long."""
+    return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(CELL_SECONDS / round_seconds)))
+
+
+def _seconds(calls: Iterable[Callable[[], object]]) -> float:
+    """Of one round, untimed by events."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start

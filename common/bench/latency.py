@@ -1,0 +1,126 @@
+"""Measures what one call costs where there is little to compute: profiles/<gpu>/latency.json.
+
+The record's keys are those of common/bench/headline.py, but for these:
+
+sources    the hashes of the step that attention() chooses
+host       SHA-256 of the files that a call of attention() runs on the host, by path
+cells      in the order of CELLS
+device_us  of a cell: what the device took for each round's launch of the step alone, and for each
+           peer's call
+host_us    what the host took for each call of attention(), under the step's name, and of each peer
+missing    why a peer is missing
+routes     which code a peer runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from time import perf_counter_ns
+
+import torch
+from tqdm import tqdm
+
+from verify.accuracy import expect
+from verify.cases import BF16, Case, Shape
+
+from .. import attention
+from ..operator import highest_step
+from ..records import (
+    LATENCY,
+    PROFILES_DIR,
+    SCHEMA,
+    gpu_folder,
+    host_hashes,
+    write_record,
+)
+from ..runtime.backend import empty_outputs
+from ..runtime.gpu import GpuBackend
+from ..step import Step
+from .device_state import device_state, git_state, versions
+from .headline import describe_cell, require_right, try_call
+from .peers import Peer, load
+from .timing import time_interleaved
+
+WITHOUT = ("sdpa_math",)  # several kernels: nobody would choose it for small calls
+ROUNDS = 100
+SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than the host launches a round
+# Calls that the host makes before it waits: fewer than the device's queue has room for.
+BURSTS, CALLS = 10, 20
+
+CELLS = tuple(
+    Case(f"n{seq}{'_causal' if causal else ''}", Shape(1, 16, 16, seq, seq, 128), BF16, causal)
+    for seq, causal in product((128, 256, 512, 1024), (False, True))
+)
+
+
+def measure_latency() -> Path:
+    """Measures all cells and writes their record; returns its path.
+
+    Raises UsageError where no step runs, or where attention() or a peer is wrong.
+    """
+    backend = GpuBackend()
+    q, k, v = CELLS[0].make(backend.device)
+    step = highest_step(backend, CELLS[0].specialization, q, k, v)
+    progress = tqdm(CELLS, "latency", unit="cell", leave=False, disable=None)
+    record = {
+        "schema": SCHEMA,
+        "git": git_state(),
+        **versions(),
+        "dtype": CELLS[0].specialization.dtype,
+        "sources": {step.name: {"code_sha256": step.code_sha256}},
+        "host": host_hashes(),
+        "cells": [measure_cell(backend, step, case) for case in progress],
+    }
+    path = PROFILES_DIR / gpu_folder(record["device"]) / LATENCY
+    write_record(path, record)
+    return path
+
+
+def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
+    """An entry of the record's cells."""
+    q, k, v = case.make(backend.device)
+    expected = expect(case, q, k, v)
+    peers = load(q, k, v, causal=case.causal, without=WITHOUT)
+    calls = {step.name: partial(attention, q, k, v, causal=case.causal)}
+    calls |= {name: peer.forward for name, peer in peers.items() if isinstance(peer, Peer)}
+    for name, call in calls.items():
+        require_right(name, try_call(call, (expected.o, expected.lse)), case, expected)
+    launch = partial(
+        backend.prepare(step, q, k, causal=case.causal),
+        *(q, k, v, *empty_outputs(q)),
+        softmax_scale=case.scale,
+    )
+    before = device_state()
+    device_ms = time_interleaved(
+        calls | {step.name: launch}, rounds=ROUNDS, sleep_cycles=SLEEP_CYCLES
+    )
+    host_us = {name: time_host(call) for name, call in calls.items()}
+    after = device_state()
+    return {
+        **describe_cell(case, before, after),
+        "device_us": {
+            name: [round(1000 * time, 3) for time in times] for name, times in device_ms.items()
+        },
+        "host_us": host_us,
+        "missing": {name: peer for name, peer in peers.items() if isinstance(peer, str)},
+        "routes": {name: peer.route for name, peer in peers.items() if isinstance(peer, Peer)},
+    }
+
+
+def time_host(call: Callable[[], object]) -> list[float]:
+    """Microseconds that each of BURSTS x CALLS calls took until it returned.
+
+    The device is waited for between bursts; the first of them, a warm-up, does not count.
+    """
+    times = []
+    for _ in range(1 + BURSTS):
+        torch.cuda.synchronize()
+        for _ in range(CALLS):
+            start = perf_counter_ns()
+            call()
+            times.append((perf_counter_ns() - start) / 1000)
+    torch.cuda.synchronize()
+    return times[CALLS:]

@@ -1,0 +1,81 @@
+"""Counts the instructions in a cubin, by nvdisasm's listing of its machine code (SASS).
+
+The counts are static: how often an opcode stands in a kernel's code, however often it is executed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+from ..errors import UsageError
+from ..runtime.build import toolkit_program
+
+PACKAGE = "nvidia-cuda-nvdisasm"
+# The opcodes that tell the steps apart: tensor cores, of a warp and of a warpgroup; copies between
+# global and shared memory and registers; local memory; multiply-adds; special functions; exchange
+# between lanes; barriers and mbarriers.
+OPCODES = (
+    "HMMA",
+    "HGMMA",
+    "LDSM",
+    "LDGSTS",
+    "UTMALDG",
+    "UTMASTG",
+    "LDG",
+    "LDS",
+    "LD",
+    "STS",
+    "LDL",
+    "STL",
+    "FFMA",
+    "MUFU",
+    "SHFL",
+    "BAR",
+    "SYNCS",
+)
+PADDING = "NOP"
+
+_SECTION = re.compile(r"\s*\.section\s+\.text\.([^,\s]+)")
+_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z]\w*)")
+
+
+def nvdisasm() -> str:
+    """Path of nvdisasm: the CUDA toolkit's, else that of the package. Raises UsageError without."""
+    if found := toolkit_program("nvdisasm"):
+        return found
+    try:
+        installed = files(PACKAGE) or []
+    except PackageNotFoundError:
+        installed = []
+    for file in installed:
+        if file.name == "nvdisasm":
+            return str(file.locate())
+    raise UsageError(f"no nvdisasm: install the CUDA toolkit, or pip install {PACKAGE}")
+
+
+def count_instructions(cubin: Path) -> dict[str, dict[str, int]]:
+    """How often each opcode, without its modifiers, stands in each kernel; without padding.
+
+    Raises UsageError where nvdisasm is missing or cannot read the file.
+    """
+    ended = subprocess.run([nvdisasm(), "-c", str(cubin)], capture_output=True, text=True)
+    if ended.returncode:
+        said = ended.stderr.strip().splitlines() or ["it does not say why"]
+        raise UsageError(f"nvdisasm cannot read {cubin.name}: {said[0]}")
+    return parse(ended.stdout)
+
+
+def parse(listing: str) -> dict[str, dict[str, int]]:
+    """From the listing of `nvdisasm -c`: a section a kernel, a line an instruction."""
+    kernels: dict[str, Counter[str]] = {}
+    opcodes: Counter[str] = Counter()
+    for line in listing.splitlines():
+        if section := _SECTION.match(line):
+            opcodes = kernels.setdefault(section[1], Counter())
+        elif (instruction := _INSTRUCTION.match(line)) and instruction[1] != PADDING:
+            opcodes[instruction[1]] += 1
+    return {kernel: dict(sorted(opcodes.items())) for kernel, opcodes in kernels.items()}

@@ -1,0 +1,168 @@
+"""The timeline of a step's pipeline: when the warpgroups of one block do what.
+
+timelines/vNN.patch has one block of the step write the clock of its multiprocessor to workspace[0],
+as int64 samples[tile][warpgroup][event]: the consumers, then the producer; a tile's samples are
+padded to the tile in the workspace's shape. The record is profiles/<gpu>/timelines/vNN.json:
+
+clocks    of the producer and of each consumer, by event: a clock for each tile
+outputs   of each consumer: the tiles after which it wrote O, each with the clocks between
+
+The first tile's copy starts at clock 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import chain, pairwise
+from pathlib import Path
+
+import torch
+
+from verify.cases import Case, Inputs, find_cases
+
+from ..catalog import find_step
+from ..errors import UsageError
+from ..record_schema import CONSUMER_EVENTS, OUTPUT_EVENTS, PRODUCER_EVENTS
+from ..records import SCHEMA
+from ..runtime.backend import Backend
+from ..runtime.gpu import GpuBackend
+from ..source import ROOT
+from ..step import Step
+from .device_state import device_state, git_state, versions
+from .headline import new_run
+
+# enum Event of the patches
+EVENTS = (*PRODUCER_EVENTS, *CONSUMER_EVENTS, *OUTPUT_EVENTS)
+# What comes before what in a tile, whatever the hardware does.
+ORDER = (*pairwise(("load K", *CONSUMER_EVENTS)), ("load V", "start PV"))
+WARPGROUP = 128  # threads
+RUNS = 10  # the last one counts: the clocks are up by then
+
+
+def timeline_patch(step: Step) -> Path:
+    """Where the patch of a step is, if it has one."""
+    return Path(__file__).parent / "timelines" / f"{step.name}.patch"
+
+
+def timeline_record(step: Step) -> dict:
+    """The record of a step that has a patch, on the headline case."""
+    source = timeline_patch(step)
+    patched = find_step(source)
+    backend = GpuBackend(poison=True)
+    case = find_cases(["headline"])[0]
+    inputs = case.make(backend.device)
+    before = device_state()
+    for _ in range(RUNS):
+        samples = take_samples(backend, patched, case, inputs)
+    after = device_state()
+    return {
+        "schema": SCHEMA,
+        "step": patched.name,
+        "source": source.relative_to(ROOT).as_posix(),
+        "code_sha256": patched.code_sha256,
+        "compile": backend.compile_command(patched, case.specialization),
+        "run": new_run(),
+        "git": git_state(),
+        **versions(),
+        "environment": {"before": before, "after": after},
+        "shape": {
+            **asdict(case.shape),
+            "dtype": case.specialization.dtype,
+            "causal": case.causal,
+        },
+        **read_samples(samples),
+    }
+
+
+def take_samples(backend: Backend, patched: Step, case: Case, inputs: Inputs) -> torch.Tensor:
+    """The samples of one run, [tiles, warpgroups, EVENTS]; poison, -1, where there is none."""
+    q = inputs[0]
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+    arguments = {"causal": case.causal, "softmax_scale": case.scale}
+    (workspace,) = backend.forward(patched, *inputs, o, lse, **arguments)
+    descriptor = backend.descriptor(patched, case.specialization)
+    by_tile = workspace.cpu().view(torch.int64).view(-1, descriptor.workspace[0].shape[0].tile)
+    warpgroups = descriptor.kernels[0].threads // WARPGROUP
+    taken = by_tile[:, : warpgroups * len(EVENTS)]
+    return taken.reshape(-1, warpgroups, len(EVENTS))
+
+
+def read_samples(samples: torch.Tensor) -> dict:
+    """The record's clocks and outputs.
+
+    Raises UsageError where a sample is missing or out of order.
+    """
+    consumers = samples.shape[1] - 1
+    warpgroups = {"producer": consumers} | {f"consumer {i}": i for i in range(consumers)}
+    clocks, outputs = {}, {}
+    for who, index in warpgroups.items():
+        taken = dict(zip(EVENTS, samples[:, index].T.tolist(), strict=True))
+        clocks[who] = {
+            event: taken[event]
+            for event in (PRODUCER_EVENTS if who == "producer" else CONSUMER_EVENTS)
+        }
+        for event, times in clocks[who].items():
+            for tile, time in enumerate(times):
+                _require_sample(time, event, who, tile)
+        if who != "producer":
+            outputs[who] = _read_outputs(who, taken)
+            _check_order(who, clocks["producer"] | clocks[who], outputs[who])
+    first = clocks["producer"]["load K"][0]
+    return {
+        "clocks": {
+            who: {event: [time - first for time in times] for event, times in by_event.items()}
+            for who, by_event in clocks.items()
+        },
+        "outputs": {
+            who: [
+                {"tile": tile, "start": start - first, "end": end - first}
+                for tile, (start, end) in by_tile.items()
+            ]
+            for who, by_tile in outputs.items()
+        },
+    }
+
+
+def _read_outputs(who: str, taken: dict[str, list[int]]) -> dict[int, tuple[int, int]]:
+    """When a consumer wrote O, by the tile before it."""
+    times = dict(enumerate(zip(*(taken[event] for event in OUTPUT_EVENTS), strict=True)))
+    outputs = {tile: clocks for tile, clocks in times.items() if max(clocks) >= 0}
+    for tile, clocks in outputs.items() or [(len(times) - 1, times[len(times) - 1])]:
+        for event, time in zip(OUTPUT_EVENTS, clocks, strict=True):
+            _require_sample(time, event, who, tile)
+    return outputs
+
+
+def _require_sample(time: int, event: str, who: str, tile: int) -> None:
+    if time < 0:
+        raise UsageError(f"no sample was taken of '{event}' of {who} in tile {tile}")
+
+
+def _check_order(
+    who: str, clocks: dict[str, list[int]], outputs: dict[int, tuple[int, int]]
+) -> None:
+    """Of a consumer's events and the producer's."""
+    in_a_tile = (
+        (f"'{earlier}'", f"'{later}'", tile, *times)
+        for earlier, later in ORDER
+        for tile, times in enumerate(zip(clocks[earlier], clocks[later], strict=True))
+    )
+    from_tile_to_tile = (
+        (f"'{event}'", "that of the next tile", tile, *times)
+        for event in clocks
+        for tile, times in enumerate(pairwise(clocks[event]))
+    )
+    after_a_tile = (
+        order
+        for tile, (start, end) in outputs.items()
+        for order in (
+            ("'end PV'", "'start O'", tile, clocks["end PV"][tile], start),
+            ("'start O'", "'end O'", tile, start, end),
+        )
+    )
+    for earlier, later, tile, time, later_time in chain(in_a_tile, from_tile_to_tile, after_a_tile):
+        if time >= later_time:
+            raise UsageError(
+                f"samples out of order: in tile {tile} of {who} {earlier} is at clock {time}, "
+                f"{later} at {later_time}"
+            )

@@ -1,0 +1,193 @@
+"""What every record holds as far as tables, text and plots rely on it.
+
+The modules of common/bench/ say what the keys mean. A form is
+a type, a tuple of types, a predicate, a dict of forms by key, a list with the form of its items, or
+AnyOf several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+NUMBER = (int, float)
+# Of a tile, in a timeline.
+PRODUCER_EVENTS = ("load K", "load V")
+CONSUMER_EVENTS = ("start S", "end S", "end softmax", "start PV", "end PV")
+OUTPUT_EVENTS = ("start O", "end O")  # of the last tile of a work
+TIMELINE_TILES = 6  # that its diagram shows
+EACH = object()  # stands for the keys of a dict that are not named beside it
+
+
+class AnyOf(tuple):
+    __slots__ = ()
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, NUMBER) and value > 0
+
+
+def _some(form: object) -> Callable[[object], bool]:
+    """At least one key or item, each of that form."""
+    return lambda value: bool(value) and problem(value, form) is None
+
+
+def _clocks(value: object) -> bool:
+    """By warpgroup and event numbers that grow from tile to tile: more tiles than are shown."""
+    if problem(value, _CLOCKS):
+        return False
+    lists = [times for events in value.values() for times in events.values()]
+    grow = all(earlier < later for times in lists for earlier, later in pairwise(times))
+    tiles = {len(times) for times in lists}
+    return grow and len(tiles) == 1 and min(tiles) > TIMELINE_TILES
+
+
+_MAYBE = (*NUMBER, type(None))
+_OUTCOME = {
+    "time_ms": _positive,
+    "time_p25_ms": _positive,
+    "time_p75_ms": _positive,
+    "tflops": _positive,
+    "samples_ms": [_positive],
+    "errors": {"o": NUMBER},
+    "peak_memory_bytes": NUMBER,
+}
+_PEER = AnyOf([{"missing": str}, {"route": str, **_OUTCOME}])
+_STATE = {
+    "sm_clock_mhz": _MAYBE,
+    "power_w": _MAYBE,
+    "temperature_c": _MAYBE,
+    "throttle_reasons": AnyOf([type(None), [str]]),
+}
+_ENVIRONMENT = {"before": AnyOf([str, _STATE]), "after": AnyOf([str, _STATE])}
+_KERNEL = dict.fromkeys(
+    (
+        "registers",
+        "static_smem",
+        "dynamic_smem",
+        "stack_bytes",
+        "spill_store_bytes",
+        "spill_load_bytes",
+    ),
+    NUMBER,
+)
+_KERNELS = {EACH: _KERNEL}
+_SHAPE = {
+    **dict.fromkeys(("batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim"), _positive),
+    "dtype": str,
+    "causal": bool,
+}
+_CODE = {"code_sha256": str}
+_SOURCE = {"step": str, **_CODE}
+RECORD = {
+    **_SOURCE,
+    **_OUTCOME,
+    "run": str,
+    "device": str,
+    "environment": _ENVIRONMENT,
+    "shape": _SHAPE,
+    "flops": _positive,
+    "least_bytes": _positive,
+    "resources": _some(_KERNELS),
+    "errors": {"o": NUMBER, "lse": NUMBER},
+    "torch_errors": {"o": NUMBER},
+    "memory": [{"seq": _positive, "bytes": _MAYBE}],
+    "baseline": AnyOf([type(None), {**_SOURCE, **_OUTCOME}]),
+    "peers": {"flash_attention_3": _PEER, EACH: _PEER},
+    "counters": AnyOf([str, {EACH: {EACH: _MAYBE}}]),
+}
+STATIC_RECORD = {
+    **_SOURCE,
+    "compiled": AnyOf(
+        [
+            str,
+            {
+                "toolkit": str,
+                "arch": str,
+                "resources": _KERNELS,
+                "sass": AnyOf([str, {EACH: {EACH: int}}]),
+            },
+        ]
+    ),
+    "shape": _SHAPE,
+    "banks": [
+        {"operation": str, "code": str, "accesses": _positive, "ideal": int, "wavefronts": int}
+    ],
+}
+_CONSUMER = {event: [int] for event in CONSUMER_EVENTS}
+_CLOCKS = {
+    "producer": {event: [int] for event in PRODUCER_EVENTS},
+    "consumer 0": _CONSUMER,
+    EACH: _CONSUMER,
+}
+_OUTPUTS = [{"tile": int, "start": int, "end": int}]
+TIMELINE_RECORD = {
+    **_SOURCE,
+    "run": str,
+    "device": str,
+    "environment": _ENVIRONMENT,
+    "shape": _SHAPE,
+    "clocks": _clocks,
+    "outputs": {
+        "consumer 0": _OUTPUTS,
+        EACH: _OUTPUTS,
+    },
+}
+CELL = {
+    "name": str,
+    "run": str,
+    "environment": _ENVIRONMENT,
+    **dict.fromkeys(("batch", "heads", "kv_heads", "seq", "head_dim"), _positive),
+    "causal": bool,
+    "tflops": {EACH: AnyOf([_positive, {"missing": str}])},
+    "samples_ms": _some({EACH: [_positive]}),
+}
+GRID_RECORD = {
+    "device": str,
+    "dtype": str,
+    "sources": {EACH: _CODE},
+    "ceiling": {"matmul": str, "tflops": _positive, "samples_ms": _some([_positive])},
+    "cells": _some([CELL]),
+}
+_SAMPLES = _some({EACH: _some([_positive])})
+LATENCY_RECORD = {
+    "device": str,
+    "dtype": str,
+    "sources": _some({EACH: _CODE}),
+    "host": {EACH: str},
+    "cells": _some(
+        [
+            {
+                "name": str,
+                "run": str,
+                "environment": _ENVIRONMENT,
+                **dict.fromkeys(("batch", "heads", "kv_heads", "seq", "head_dim"), _positive),
+                "causal": bool,
+                "device_us": _SAMPLES,
+                "host_us": _SAMPLES,
+                "missing": {EACH: str},
+            }
+        ]
+    ),
+}
+
+
+def problem(value: object, form: object, where: str = "the record") -> str | None:
+    """What is wrong with the value, the first thing only, or None."""
+    if isinstance(form, AnyOf):
+        fits = any(problem(value, alternative) is None for alternative in form)
+    elif isinstance(form, dict):
+        if not isinstance(value, dict):
+            return f"{where} is {value!r}, not an object"
+        for key in form.keys() - value.keys() - {EACH}:
+            return f"{where} has no {key}"
+        items = ((key, form.get(key, form.get(EACH))) for key in value)
+        found = (problem(value[key], f, f"{where}: {key}") for key, f in items if f is not None)
+        return next((problem for problem in found if problem), None)
+    elif isinstance(form, list):
+        fits = isinstance(value, list) and all(problem(item, form[0]) is None for item in value)
+    elif isinstance(form, (type, tuple)):
+        fits = isinstance(value, form)
+    else:
+        fits = form(value)
+    return None if fits else f"{where} cannot be {value!r:.40}"

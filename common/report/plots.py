@@ -1,0 +1,302 @@
+"""The plots of a profile as SVG: the same records and matplotlib give the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import re
+from dataclasses import dataclass
+from itertools import cycle
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from ..record_schema import NUMBER
+from .record_set import Profile
+
+INK, GRID = "#24292f", "#d8dee4"
+STEP_COLOR, PEER_COLOR = "#2f6fb0", "#b6bec8"
+TENSOR_COLOR, FP32_COLOR, EXP_COLOR = "#8250df", "#c4532d", "#2c7a4b"
+LINE_HEIGHT = 1.35  # of a label, as a factor on the roofline's y axis
+PEER_LINES = ((FP32_COLOR, "s"), (EXP_COLOR, "^"), (TENSOR_COLOR, "D"))  # colour and marker
+LABEL_SHARE = 0.06  # of the grid's y axis, for a label
+
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "attention-worklog",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """A device's peaks by its datasheet: dense, without sparsity."""
+
+    dram_tb_per_s: float
+    fp32_tflops: float
+    bf16_tensor_tflops: float
+
+
+# Datasheet of the H200 SXM; its BF16 figure of 1979 TFLOP/s counts sparsity.
+CEILINGS = {"h200": Ceilings(dram_tb_per_s=4.8, fp32_tflops=67, bf16_tensor_tflops=989.5)}
+
+# Of one of Hopper's multiprocessors, a clock.
+BF16_TENSOR_FLOP = 4096
+EXPONENTIALS = 16
+
+
+def exponential_tflops(ceilings: Ceilings, head_dim: int) -> float:
+    """The rate at which each S has had its exponential: 4 head_dim FLOP come with one.
+
+    At the clock and with the multiprocessors of the tensor cores' ceiling.
+    """
+    return ceilings.bf16_tensor_tflops * EXPONENTIALS * 4 * head_dim / BF16_TENSOR_FLOP
+
+
+def serial_tflops(ceilings: Ceilings, head_dim: int) -> float:
+    """The bound where products and exponentials take turns."""
+    return 1 / (1 / ceilings.bf16_tensor_tflops + 1 / exponential_tflops(ceilings, head_dim))
+
+
+def plots(profile: Profile) -> dict[str, str]:
+    """SVG text by file name; none without a record."""
+    steps = [[name, _label(profile, name), record] for name, record in profile.records.items()]
+    data = {"grid.svg": [sorted(profile.grid_stale), profile.grid]}
+    return {name: _svg(figure, data.get(name, steps)) for name, figure in figures(profile).items()}
+
+
+def same_plot(old: str, new: str) -> bool:
+    """Whether two plots agree: in every byte, or in their data if two matplotlibs drew them."""
+    if _creator(old) == _creator(new):
+        return old == new
+    return _digest(old) == _digest(new)
+
+
+def _creator(svg: str) -> str | None:
+    found = re.search(r"<dc:title>(Matplotlib v[^<]*)", svg)
+    return found[1] if found else None
+
+
+def _digest(svg: str) -> str | None:
+    found = re.search(r"<dc:description>data sha256 ([0-9a-f]{64})<", svg)
+    return found[1] if found else None
+
+
+def figures(profile: Profile) -> dict[str, Figure]:
+    """The figures by the file name of their SVG; none without a record."""
+    drawn = {}
+    with matplotlib.rc_context(STYLE):
+        if profile.records:
+            drawn["steps.svg"] = _bars(profile)
+            if ceilings := CEILINGS.get(profile.folder.name):
+                drawn["roofline.svg"] = _roofline(profile, ceilings)
+        if profile.grid:
+            drawn["grid.svg"] = _grid(profile)
+    return drawn
+
+
+def _bars(profile: Profile) -> Figure:
+    """A bar a step and a peer: TFLOP/s."""
+    rows = [
+        (_label(profile, name), record["tflops"], STEP_COLOR)
+        for name, record in profile.records.items()
+    ]
+    rows += [
+        (name, peer["tflops"], PEER_COLOR)
+        for name, peer in sorted(
+            profile.newest["peers"].items(), key=lambda item: item[1].get("tflops", 0)
+        )
+        if "tflops" in peer
+    ]
+    figure = Figure(figsize=(8, 0.9 + 0.34 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    labels, rates, colors = zip(*rows, strict=True)
+    bars = axes.barh(range(len(rows)), rates, color=colors, height=0.68)
+    axes.bar_label(bars, [f"{rate:.3g}" for rate in rates], padding=4)
+    axes.set_yticks(range(len(rows)), labels)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(min(1, min(rates) / 2), 2 * max(rates))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(axis="x", color=GRID)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("TFLOP/s (log scale), median of interleaved rounds")
+    axes.set_title(f"{profile.newest['device']}: {_work(profile)}")
+    return figure
+
+
+def _roofline(profile: Profile, ceilings: Ceilings) -> Figure:
+    """Each step at the fewest bytes its design moves through global memory."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    low, high = 1.0, 2e4
+    head_dim = profile.newest["shape"]["head_dim"]
+    tensor, exponentials = ceilings.bf16_tensor_tflops, exponential_tflops(ceilings, head_dim)
+    roofs = (
+        ("exponentials", exponentials, EXP_COLOR, "-"),
+        ("BF16 tensor cores", tensor, TENSOR_COLOR, "-"),
+        ("products, then exponentials", serial_tflops(ceilings, head_dim), INK, "--"),
+        ("FP32 FMA", ceilings.fp32_tflops, FP32_COLOR, "-"),
+    )
+    for name, peak, color, line in roofs:
+        ridge = peak / ceilings.dram_tb_per_s
+        axes.plot([ridge, high], [peak, peak], line, color=color, linewidth=1.6)
+        label = f"{name}, {peak:.4g} TFLOP/s"
+        axes.text(ridge / 1.2, peak, label, ha="right", va="center", color=color)
+    top = max(tensor, exponentials)
+    diagonal = [low * ceilings.dram_tb_per_s, top]
+    axes.plot([low, top / ceilings.dram_tb_per_s], diagonal, color=INK, linewidth=1.6)
+    x, y = 2 * low, 1.3 * low * ceilings.dram_tb_per_s
+    axes.text(
+        x,
+        y,
+        f"DRAM, {ceilings.dram_tb_per_s:g} TB/s",
+        rotation=math.degrees(math.atan(y / x)),  # in data space; slope 1 in logarithmic axes
+        rotation_mode="anchor",
+        transform_rotates_text=True,
+    )
+    # A label stands left of its point if there is room, else right of it, and else lower.
+    lowest: dict[tuple[int, str], float] = {}  # label so far, by place on the x axis and side
+    for name, record in sorted(profile.records.items(), key=lambda item: -item[1]["tflops"]):
+        intensity, rate = record["flops"] / record["least_bytes"], record["tflops"]
+        place = round(4 * math.log10(intensity))
+        label_x = {"right": intensity / 1.14, "left": intensity * 1.14}  # by the text's alignment
+        label_y = {
+            side: min(rate, lowest.get((place, side), math.inf) / LINE_HEIGHT) for side in label_x
+        }
+        side = max(label_y, key=label_y.__getitem__)
+        lowest[place, side] = label_y[side]
+        axes.plot(intensity, rate, "o", color=STEP_COLOR, markersize=8, markeredgecolor="white")
+        label = f"{_label(profile, name)}  {rate:.3g}"
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # before roofs and grid
+        axes.text(label_x[side], label_y[side], label, ha=side, va="center", bbox=box)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(min(1, *(record["tflops"] / 2 for record in profile.records.values())), 2 * top)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.grid(color=GRID)
+    axes.set_xlabel("FLOP per byte: inputs and outputs once, workspace written once and read once")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"{profile.newest['device']}, datasheet ceilings: {_work(profile)}")
+    return figure
+
+
+def _grid(profile: Profile) -> Figure:
+    """A panel a mask and head dimension: TFLOP/s of each step and peer over the length."""
+    cells = profile.grid["cells"]
+    columns = list(dict.fromkeys(_heads(cell) for cell in cells))
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    panels = figure.subplots(2, len(columns), sharex=True, sharey=True, squeeze=False)
+    panels[0][0].set_ylim(0, 1.1 * _highest(profile.grid))
+    lines: dict[str, Line2D] = {}
+    for row, mask in enumerate(("no mask", "causal mask")):
+        panels[row][0].set_ylabel(f"TFLOP/s, {mask}")
+        for axes, heads in zip(panels[row], columns, strict=True):
+            shown = [cell for cell in cells if (cell["causal"], _heads(cell)) == (bool(row), heads)]
+            lines |= _grid_panel(axes, profile, shown)
+    seqs = sorted({cell["seq"] for cell in cells})
+    for axes, heads in zip(panels[0], columns, strict=True):
+        axes.set_title(heads)
+    for axes in panels[1]:
+        axes.set_xlabel("N")
+    panels[0][0].set_xscale("log", base=2)
+    panels[0][0].set_xlim(seqs[0] / 1.6, 4 * seqs[-1])  # with room for labels
+    panels[0][0].set_xticks(seqs, [str(seq) for seq in seqs])
+    figure.suptitle(
+        f"{profile.grid['device']}, {profile.grid['dtype']}: steps in blue, medians of interleaved "
+        "rounds",
+        fontsize=11,
+    )
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines))
+    return figure
+
+
+def _heads(cell: dict) -> str:
+    shared = f", heads {cell['heads']}/{cell['kv_heads']}"
+    return f"head_dim {cell['head_dim']}{shared if cell['heads'] != cell['kv_heads'] else ''}"
+
+
+def _highest(grid: dict) -> float:
+    """Of all rates and the ceiling."""
+    rates = [rate for cell in grid["cells"] for rate in cell["tflops"].values()]
+    rates.append(grid["ceiling"]["tflops"])
+    return max(rate for rate in rates if isinstance(rate, NUMBER))
+
+
+def _grid_panel(axes: Axes, profile: Profile, cells: list[dict]) -> dict[str, Line2D]:
+    """Draws the cells, which differ in seq; returns what the legend must tell, by label."""
+    grid = profile.grid
+    steps = list(grid["sources"])
+    peers = [name for name in grid["cells"][0]["tflops"] if name not in steps]
+    styles = {
+        **{step: (STEP_COLOR, "o", 2.4 if step == steps[-1] else 1.2) for step in steps},
+        **{peer: (*style, 1.2) for peer, style in zip(peers, cycle(PEER_LINES))},
+    }
+    drawn: dict[str, Line2D] = {}
+    for name, (color, marker, width) in styles.items():
+        points = [
+            (cell["seq"], cell["tflops"][name])
+            for cell in cells
+            if isinstance(cell["tflops"].get(name), NUMBER)
+        ]
+        if points:
+            x, y = zip(*points, strict=True)
+            (drawn[name],) = axes.plot(
+                x, y, color=color, marker=marker, linewidth=width, markersize=4
+            )
+    _label_ends(axes, {name: drawn[name] for name in steps if name in drawn}, profile.grid_stale)
+    ceiling = grid["ceiling"]
+    drawn[f"measured ceiling: product of {ceiling['matmul']}"] = axes.axhline(
+        ceiling["tflops"], color=INK, linestyle="--", linewidth=1.2
+    )
+    axes.grid(color=GRID)
+    return {name: line for name, line in drawn.items() if name not in steps}
+
+
+def _label_ends(axes: Axes, lines: dict[str, Line2D], stale: frozenset[str]) -> None:
+    """Names each line at its right end, or lower where another's name stands."""
+    ends = {name: (line.get_xdata()[-1], line.get_ydata()[-1]) for name, line in lines.items()}
+    height = axes.get_ylim()[1] * LABEL_SHARE
+    lowest = math.inf
+    for name, (x, y) in sorted(ends.items(), key=lambda end: -end[1][1]):
+        lowest = min(y, lowest - height)
+        label = f"{name} (stale)" if name in stale else name
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # before the ceiling
+        axes.text(1.2 * x, lowest, label, color=STEP_COLOR, fontsize=8, va="center", bbox=box)
+
+
+def _label(profile: Profile, name: str) -> str:
+    return f"{name} (stale)" if name in profile.stale else name
+
+
+def _work(profile: Profile) -> str:
+    shape = profile.newest["shape"]
+    return (
+        f"batch {shape['batch']}, heads {shape['heads']}, N = {shape['seq_q']}, "
+        f"D = {shape['head_dim']}, {shape['dtype']}"
+    )
+
+
+def _svg(figure: Figure, data: object) -> str:
+    digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()
+    buffer = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        metadata = {"Date": None, "Description": f"data sha256 {digest}"}
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
+    return buffer.getvalue()

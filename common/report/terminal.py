@@ -1,0 +1,81 @@
+"""The figures of one step for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..bench.sass import OPCODES
+from .record_set import FA3, figures, smem_bytes, spill_bytes, static_figures
+from .tables import kib, markdown, megabytes
+
+
+def measured(record: dict) -> str:
+    """What was measured, a line each."""
+    derived = figures(record)
+    fa3 = record["peers"][FA3]
+    lines = [
+        ("time", f"{record['time_ms']:.4g} ms"),
+        ("p25 - p75", f"{record['time_p25_ms']:.4g} - {record['time_p75_ms']:.4g} ms"),
+        ("rate", f"{record['tflops']:.4g} TFLOP/s"),
+        (
+            "of FA3",
+            f"FlashAttention-3 is missing: {fa3['missing']}"
+            if derived["fa3_share"] is None
+            else f"{derived['fa3_share']:.1%}",
+        ),
+        ("peak memory", f"{megabytes(record['peak_memory_bytes'])} beyond q, k and v"),
+        (
+            "max error",
+            f"{derived['error']:.1e}; torch in {record['shape']['dtype']}: "
+            f"{derived['torch_error']:.1e}",
+        ),
+    ]
+    if baseline := record["baseline"]:
+        lines.append(("step gain", f"{derived['gain']:.2f} x over {baseline['step']}"))
+    lines += [(name, _resources(kernel)) for name, kernel in record["resources"].items()]
+    return _labelled(lines)
+
+
+def compiled(record: dict) -> str:
+    """What the compiler made of the kernels, by a static record."""
+    made = record["compiled"]
+    if isinstance(made, str):
+        return _labelled([("compiled", made)])
+    counts = static_figures(record)["sass"]
+    lines = [("compiled", f"for {made['arch']} by nvcc {made['toolkit']}")]
+    for name, kernel in made["resources"].items():
+        lines.append((name, _resources(kernel)))
+        if isinstance(counts, str):
+            lines.append(("", f"instructions {counts}"))
+        else:
+            told = (
+                f"{counts[name][opcode]} {opcode}" for opcode in OPCODES if counts[name][opcode]
+            )
+            lines.append(("", f"{counts[name]['instructions']} instructions: {', '.join(told)}"))
+    return _labelled(lines)
+
+
+def bank_conflicts(places: list[dict]) -> str:
+    """The banks of a static record: a row a place in the source."""
+    columns = ["access", ">accesses", ">least wavefronts", ">wavefronts", ">conflicts", "code"]
+    rows = [
+        [
+            place["operation"],
+            *(str(place[key]) for key in ("accesses", "ideal", "wavefronts")),
+            str(place["wavefronts"] - place["ideal"]),
+            place["code"],
+        ]
+        for place in places
+    ]
+    return markdown(columns, rows) if rows else "  no wrapper accesses shared memory"
+
+
+def _labelled(lines: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"  {label:18}  {text}" for label, text in lines)
+
+
+def _resources(kernel: dict) -> str:
+    return (
+        f"{kernel['registers']} registers, {kib(smem_bytes(kernel))} shared memory, "
+        f"{spill_bytes(kernel)} B spills, {kernel['stack_bytes']} B stack"
+    )

@@ -1,0 +1,340 @@
+"""The SIMT backend: executes steps on the CPU to check them; simt/ says what it watches for.
+
+A step becomes a program of its own, so that nothing a kernel does can hurt this process. The
+program reads one request (struct Request of simt/run.cpp) from stdin and writes o, lse,
+workspaces and counts to stdout, or a report of what a kernel did wrong to stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..errors import NotEnoughMemoryError
+from ..step import Specialization, Step
+from .backend import DTYPE_NAMES
+from .build import compile_cached, host_compiler
+from .launch import LaunchDescriptor, Sizes, check_alignment, evaluate, pack, strides
+from .tensor_map import encode_for_cpu, tensor_maps
+
+SIMT_DIR = Path(__file__).parent / "simt"
+
+COMMON_FLAGS = (
+    "-x",
+    "c++",
+    "-std=c++20",
+    "-pthread",
+    "-rdynamic",  # kernels are looked up by name
+    "-fno-math-errno",
+    "-fno-strict-aliasing",  # device compilers allow a tile of floats to be read as float4
+    "-ftrivial-auto-var-init=pattern",  # a variable never initialised is not the 0 of fresh memory
+    "-Wno-unknown-pragmas",
+)
+STEP_FLAGS = ("-O1",)  # it runs a few times only: most of a check's time is the compiler's
+RUNTIME_FLAGS = ("-O2", "-c")
+SANITIZED_FLAGS = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+FAULT_EXIT_CODE = 65  # of common/runtime/simt/report.h
+POISON = -1  # all bits set, as in common/runtime/simt/memory.h: NaN in every dtype
+MULTIPROCESSORS = 2  # few, so that blocks that stay have much to do; with an odd seed one more
+MAX_WORKERS = 16  # each has a stack for every thread of a block
+MIN_TIME_LIMIT_S = 60
+MULTIPLY_ADDS_PER_S = 1e6  # far below what the slowest step does, sanitized, on one core
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+class SimtError(RuntimeError):
+    """A kernel did what no kernel may do; the message is the runtime's or a sanitizer's report."""
+
+
+@dataclass(frozen=True)
+class SharedAccess:
+    """What the accesses to shared memory from one place in a source took; see simt/banks.h."""
+
+    operation: str  # the wrapper's name
+    file: str
+    line: int
+    accesses: int  # of whole warps
+    ideal: int  # wavefronts they would take without bank conflicts
+    wavefronts: int
+
+    @property
+    def conflicts(self) -> int:
+        return self.wavefronts - self.ideal
+
+
+class _BufferRequest(ctypes.Structure):
+    _fields_ = [
+        ("bytes", ctypes.c_int64),
+        ("alignment", ctypes.c_int32),
+        ("misalignment", ctypes.c_int32),
+    ]
+
+
+class _KernelRequest(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char * 48),
+        ("blocks", ctypes.c_int64),
+        ("threads", ctypes.c_int32),
+        ("smem_bytes", ctypes.c_int32),
+    ]
+
+
+class _Request(ctypes.Structure):
+    _fields_ = [
+        ("seed", ctypes.c_uint64),
+        ("workers", ctypes.c_int32),
+        ("time_limit_s", ctypes.c_int32),
+        ("count_banks", ctypes.c_int32),
+        ("buffers", _BufferRequest * 7),
+        ("kernels", _KernelRequest * 3),
+    ]
+
+
+class CpuBackend:
+    """Runs steps on CPU tensors. Implements common.runtime.backend.Backend.
+
+    The seed orders blocks and threads, and its parity chooses which end of each buffer touches a
+    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer.
+    """
+
+    name = "cpu"
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int = 0, sanitize: bool = False) -> None:
+        self.seed = seed
+        self.sanitize = sanitize
+
+    def refusal(self, step: Step, spec: Specialization) -> str | None:
+        return step.limits.refusal(spec)
+
+    def build(self, step: Step, spec: Specialization) -> Path:
+        flags = [
+            *_runtime(self.sanitize),  # before the flag that says that all further files are C++
+            *_flags(self.sanitize),
+            *STEP_FLAGS,
+            f"-DHEAD_DIM={spec.head_dim}",
+            f"-DELEMENT={spec.dtype}",
+            f"-DCAUSAL={int(spec.causal)}",
+        ]
+        name = f"{step.path.stem}_{spec}_simt{'_sanitize' if self.sanitize else ''}"
+        return compile_cached(host_compiler(), flags, step.path, SIMT_DIR, name).path
+
+    def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
+        return _read_descriptor(self.build(step, spec))
+
+    def forward(
+        self,
+        step: Step,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+    ) -> list[torch.Tensor]:
+        """Launches the step into o and lse and waits. Also raises SimtError."""
+        return self._execute(step, q, k, v, o, lse, causal, softmax_scale, count_banks=False)[0]
+
+    def prepare(
+        self, step: Step, q: torch.Tensor, k: torch.Tensor, *, causal: bool
+    ) -> Callable[..., list[torch.Tensor]]:
+        return partial(self.forward, step, causal=causal)
+
+    def count_shared_accesses(
+        self,
+        step: Step,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+    ) -> list[SharedAccess]:
+        """Runs the step once: its accesses to shared memory through a wrapper, in source order."""
+        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:3])
+        return self._execute(step, q, k, v, o, lse, causal, softmax_scale, count_banks=True)[1]
+
+    def _execute(
+        self,
+        step: Step,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        softmax_scale: float,
+        count_banks: bool,
+    ) -> tuple[list[torch.Tensor], list[SharedAccess]]:
+        """The workspaces, and the accesses: none unless count_banks."""
+        spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal)
+        step.require(spec)
+        program = self.build(step, spec)
+        descriptor = _read_descriptor(program)
+        plan = evaluate(descriptor, Sizes.of(q, k), MULTIPROCESSORS + self.seed % 2)
+        check_alignment(step.name, plan.alignment, q=q, k=k, v=v, o=o)
+        maps = tensor_maps(step.name, descriptor, q=q, k=k, v=v, o=o)
+        _check_memory(step, sum(plan.workspace_bytes))
+
+        inputs = [_poisoned_span(t) for t in (q, k, v)]
+        for span, t in zip(inputs, (q, k, v), strict=True):
+            _elements(span, t)[...] = t.detach().view(_INTEGERS[t.element_size()]).numpy()
+        o_span = _poisoned_span(o)
+        buffers = [
+            _BufferRequest(span.nbytes, 16, t.data_ptr() % 16)
+            for span, t in zip((*inputs, o_span, lse), (q, k, v, o, lse), strict=True)
+        ]
+        buffers += [_BufferRequest(bytes_, 256, 0) for bytes_ in plan.workspace_bytes]
+        kernels = [
+            (kernel.name.encode(), kernel.blocks, kernel.threads, kernel.smem_bytes)
+            for kernel in plan.kernels
+        ]
+        request = _Request(
+            seed=self.seed,
+            workers=_num_cores(),
+            time_limit_s=_time_limit_s(q, k),
+            count_banks=count_banks,
+            buffers=(_BufferRequest * 7)(*buffers),
+            kernels=(_KernelRequest * 3)(*kernels),
+        )
+        no_addresses = dict.fromkeys(("q", "k", "v", "o", "lse"), 0)  # the program fills them in
+        params = pack(q, k, v, o, encode_for_cpu(maps), no_addresses, [0, 0], softmax_scale)
+        answer = _run(step, spec, program, b"".join([request, params, *inputs]))
+
+        o_span[:] = np.frombuffer(answer, o_span.dtype, o_span.size)
+        elements = _elements(o_span, o)
+        o.copy_(torch.from_numpy(elements.copy()).view(o.dtype))
+        lse_answer = np.frombuffer(answer, np.float32, lse.numel(), offset=o_span.nbytes)
+        lse.copy_(torch.from_numpy(lse_answer.reshape(lse.shape).copy()))
+        elements[...] = POISON
+        if (written := np.flatnonzero(o_span != POISON)).size:
+            raise SimtError(
+                f"{step.name} ({spec}): write outside the output view: {written.size} elements "
+                f"between o's rows have changed, the first {written[0]} elements after o's start"
+            )
+        offset = o_span.nbytes + lse.nbytes
+        workspace = []
+        for bytes_ in plan.workspace_bytes:
+            part = np.frombuffer(answer, np.uint8, bytes_, offset)
+            workspace.append(torch.from_numpy(part.copy()))
+            offset += bytes_
+        return workspace, _read_accesses(answer[offset:])
+
+
+def _flags(sanitize: bool) -> tuple[str, ...]:
+    return COMMON_FLAGS + (SANITIZED_FLAGS if sanitize else ())
+
+
+@cache
+def _runtime(sanitize: bool) -> tuple[str, ...]:
+    """Paths of the objects that every step is linked with."""
+    flags = [*_flags(sanitize), *RUNTIME_FLAGS]
+    suffix = "_sanitize.o" if sanitize else ".o"
+
+    def compile_source(source: Path) -> str:
+        name = source.stem + suffix
+        return str(compile_cached(host_compiler(), flags, source, SIMT_DIR, name).path)
+
+    with ThreadPoolExecutor(_num_cores()) as pool:
+        return tuple(pool.map(compile_source, sorted(SIMT_DIR.glob("*.cpp"))))
+
+
+@cache
+def _read_descriptor(program: Path) -> LaunchDescriptor:
+    """What `program describe` writes."""
+    run = subprocess.run([program, "describe"], capture_output=True, check=True)
+    return LaunchDescriptor.from_buffer_copy(run.stdout)
+
+
+def _run(step: Step, spec: Specialization, program: Path, request: bytes) -> bytes:
+    """The answer to a request. Raises SimtError with the report where there is one instead."""
+    run = subprocess.run([program, "run"], input=request, capture_output=True)
+    messages = run.stderr.decode(errors="replace").strip()
+    if run.returncode == 0:
+        if messages:  # what a kernel printed
+            print(messages, file=sys.stderr)
+        return run.stdout
+    if run.returncode < 0:
+        messages = f"the program was ended by {signal.Signals(-run.returncode).name}\n{messages}"
+    elif run.returncode != FAULT_EXIT_CODE:
+        messages = _shorten_sanitizer_report(messages)
+    raise SimtError(f"{step.name} ({spec}): {messages}")
+
+
+def _read_accesses(lines: bytes) -> list[SharedAccess]:
+    accesses = []
+    for line in lines.decode().splitlines():
+        operation, file, *numbers = line.split("\t")
+        accesses.append(SharedAccess(operation, file, *map(int, numbers)))
+    return sorted(accesses, key=lambda access: (access.file, access.line, access.operation))
+
+
+def _shorten_sanitizer_report(messages: str) -> str:
+    """Where in the grid, then the report's first paragraph: no shadow bytes, no legend."""
+    lines = [line for line in messages.splitlines() if not re.fullmatch("=+", line)]
+    places = [line for line in lines if line.startswith("sanitizer error in kernel")]
+    report = itertools.takewhile(str.strip, (line for line in lines if line not in places))
+    return "\n".join([*places[:1], *report])
+
+
+def _poisoned_span(t: torch.Tensor) -> np.ndarray:
+    """Poison in place of all storage from t's first to its last element, as integers."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, (*strides(t), 1), strict=True))
+    return np.full(size, POISON, f"i{t.element_size()}")
+
+
+def _elements(span: np.ndarray, t: torch.Tensor) -> np.ndarray:
+    """The elements of t within its span, in t's shape; writing to them writes to the span."""
+    byte_strides = [stride * span.itemsize for stride in (*strides(t), 1)]
+    return np.lib.stride_tricks.as_strided(span, t.shape, byte_strides)
+
+
+def _num_cores() -> int:
+    """The cores that this process may use, as far as the runtime has stacks for them."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+    return min(os.cpu_count() or 1, MAX_WORKERS)
+
+
+def _time_limit_s(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Seconds after which a kernel must be in an endless loop."""
+    return int(MIN_TIME_LIMIT_S + 2 * q.numel() * k.shape[2] / MULTIPLY_ADDS_PER_S)
+
+
+def _check_memory(step: Step, workspace_bytes: int) -> None:
+    """Raises NotEnoughMemoryError where the workspaces do not fit."""
+    available = _available_bytes()
+    if workspace_bytes > available:
+        raise NotEnoughMemoryError(
+            f"{step.name} needs a workspace of {workspace_bytes} bytes, and {available} are free: "
+            "use shorter sequences, or a step that stores no scores"
+        )
+
+
+def _available_bytes() -> int:
+    """Memory for a new process: the kernel's estimate on Linux, all that there is elsewhere."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        return (
+            int(re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text(encoding="utf-8"))[1])
+            * 1024
+        )
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,11 @@
+// The clock of the multiprocessor that a thread runs on. common/runtime/simt/clock.cuh is the twin for the
+// host compiler.
+#pragma once
+#include "attention.cuh"
+
+// Clocks since some moment: the same moment for all threads of a block.
+__device__ inline int64_t mov_clock64() {
+    int64_t clocks;
+    asm volatile("mov.u64 %0, %%clock64;" : "=l"(clocks)::"memory");
+    return clocks;
+}

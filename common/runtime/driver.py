@@ -1,0 +1,31 @@
+"""The calls of the CUDA driver that PyCUDA does not have, by cuda-bindings."""
+
+from __future__ import annotations
+
+from ..errors import UsageError
+
+MIN_VERSION = 12040  # of CUDA, 12.4: cuKernelGetParamInfo
+
+
+def bindings():
+    """The module cuda.bindings.driver. Raises UsageError without it or with a driver too old."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise UsageError(
+            f"cuda-bindings cannot be imported ({error}): pip install cuda-bindings"
+        ) from None
+    version = driver.cuDriverGetVersion()[1]
+    if version < MIN_VERSION:
+        had, needed = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, MIN_VERSION))
+        raise UsageError(f"the driver is of CUDA {had}: install one of CUDA {needed} or newer")
+    return driver
+
+
+def call(name: str, *arguments):
+    """What the call gives beside its status. Raises RuntimeError with the name of a failure."""
+    driver = bindings()
+    status, *result = getattr(driver, name)(*arguments)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{name} says {status.name}")
+    return result[0] if len(result) == 1 else tuple(result)

@@ -1,0 +1,318 @@
+"""The GPU backend: cubins from nvcc, launched by PyCUDA in torch's context and stream."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ..cache import Cache
+from ..errors import NotEnoughMemoryError, UsageError
+from ..step import Specialization, Step
+from .backend import DTYPE_NAMES
+from .build import Build, Resources, build_cubin, cubin_flags, nvcc, parse_resources
+from .driver import bindings, call
+from .launch import (
+    AttentionParams,
+    LaunchDescriptor,
+    Sizes,
+    check_alignment,
+    evaluate,
+    pack,
+)
+from .tensor_map import encode_for_gpu, tensor_maps
+
+DEFAULT_SMEM_LIMIT = 48 * 1024  # dynamic; a kernel that wants more must say so before its launch
+POISON = 0xFF  # a byte of a NaN in every dtype
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A loaded cubin."""
+
+    descriptor: LaunchDescriptor
+    functions: dict[str, tuple]  # PyCUDA's, and the bytes to put before its parameter
+    resources: dict[str, Resources]
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """A step at some sizes: what a launch takes beside the kernels' parameter."""
+
+    step_name: str
+    descriptor: LaunchDescriptor
+    launches: tuple[tuple, ...]  # of each kernel: PyCUDA's launch, gap, grid, block, bytes of smem
+    workspace_bytes: tuple[int, ...]
+
+
+class GpuBackend:
+    """Runs steps on one CUDA device, torch's current one unless told.
+
+    The first call of a specialization compiles and loads it, which cannot happen while a CUDA graph
+    is captured. poison fills workspaces with NaN before each call, so that a check sees what a step
+    reads without having written it. Raises UsageError where PyCUDA, cuda-bindings, nvcc or a CUDA
+    device is missing.
+    """
+
+    name = "gpu"
+
+    def __init__(self, device: torch.device | None = None, *, poison: bool = False) -> None:
+        if not torch.cuda.is_available():
+            raise UsageError("no CUDA device: use the cpu backend")
+        try:
+            import pycuda.driver as driver
+        except ImportError as error:
+            raise UsageError(f"PyCUDA cannot be imported ({error}): pip install pycuda") from None
+        self._bindings = bindings()
+        nvcc()
+        torch.cuda.init()
+        driver.init()
+        self._driver = driver
+        index = (
+            torch.cuda.current_device() if device is None or device.index is None else device.index
+        )
+        self.device = torch.device("cuda", index)
+        # torch works in the primary context, and so do we: its pointers are ours. It is pushed
+        # around a use only, because PyCUDA keeps a stack of contexts a thread.
+        self._context = driver.Device(index).retain_primary_context()
+        self._context_handle = self._bindings.CUcontext(self._context.handle)
+        self._capability = torch.cuda.get_device_capability(self.device)
+        self._smem_limit = driver.Device(index).get_attribute(
+            driver.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        )
+        self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._modules: dict[tuple[Step, Specialization], _Module] = {}
+        self._lock = threading.Lock()
+        self._params = Cache()  # the kernels' parameters as bytes
+        self._streams: dict[int, tuple] = {}  # by the handle of torch's stream
+        self._poison = poison
+
+    def refusal(self, step: Step, spec: Specialization) -> str | None:
+        reason = step.limits.refusal(spec) or step.limits.arch_refusal(self._capability)
+        if reason:
+            return reason
+        needed = max(kernel.smem_bytes for kernel in self.descriptor(step, spec).kernels)
+        if needed > self._smem_limit:
+            return (
+                f"needs {needed} bytes of shared memory a block at head_dim {spec.head_dim} in "
+                f"{spec.dtype}; this device has {self._smem_limit}"
+            )
+        return None
+
+    def arch(self, step: Step) -> str:
+        """The architecture the step is compiled for here."""
+        exact = step.limits.arch.endswith("a")
+        return step.limits.arch if exact else "sm_{}{}".format(*self._capability)
+
+    def compile_command(self, step: Step, spec: Specialization) -> list[str]:
+        return ["nvcc", *cubin_flags(spec, self.arch(step))]
+
+    def build(self, step: Step, spec: Specialization) -> Path:
+        return build_cubin(step, spec, self.arch(step)).path
+
+    def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
+        return self._module(step, spec).descriptor
+
+    def resources(self, step: Step, spec: Specialization) -> dict[str, Resources]:
+        """What each kernel takes, by kernel name."""
+        return self._module(step, spec).resources
+
+    def forward(
+        self,
+        step: Step,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        softmax_scale: float,
+    ) -> list[torch.Tensor]:
+        """Launches the step on torch's current stream; returns before it has run."""
+        call = self.prepare(step, q, k, causal=causal)
+        return call(q, k, v, o, lse, softmax_scale=softmax_scale)
+
+    def prepare(
+        self, step: Step, q: torch.Tensor, k: torch.Tensor, *, causal: bool
+    ) -> Callable[..., list[torch.Tensor]]:
+        spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal)
+        if reason := self.refusal(step, spec):
+            raise UsageError(f"{step.name} {reason}")
+        module = self._module(step, spec)
+        plan = evaluate(module.descriptor, Sizes.of(q, k), self.multiprocessors)
+        launches = []
+        for kernel in plan.kernels:
+            function, gap = module.functions[kernel.name]
+            grid, block = (kernel.blocks, 1, 1), (kernel.threads, 1, 1)
+            # prepared_async_call ends in this, and packs the bytes before: most of its time.
+            launches.append((function._launch_kernel, gap, grid, block, kernel.smem_bytes))
+        problem = _Problem(step.name, module.descriptor, tuple(launches), plan.workspace_bytes)
+        return partial(self._run, problem)
+
+    def _run(
+        self,
+        problem: _Problem,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        softmax_scale: float,
+    ) -> list[torch.Tensor]:
+        # Once freed, torch reuses it only for work later on the same stream.
+        workspace = self._allocate(problem) if problem.workspace_bytes else []
+        # fmt: off
+        key = (
+            problem, softmax_scale,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(),
+            *[part.data_ptr() for part in workspace],
+        )
+        # fmt: on
+        params = self._params.get(key)
+        if params is None:
+            with self._pushed_context():
+                params = _pack(problem, q, k, v, o, lse, workspace, softmax_scale)
+            self._params.add(key, params)
+        # A thread that torch works in has the context already.
+        if self._bindings.cuCtxGetCurrent()[1] == self._context_handle:
+            self._launch(problem, params)
+        else:
+            with self._pushed_context():
+                self._launch(problem, params)
+        return workspace
+
+    @contextlib.contextmanager
+    def _pushed_context(self):
+        self._context.push()
+        try:
+            yield
+        finally:
+            self._driver.Context.pop()
+
+    def _launch(self, problem: _Problem, params: bytes) -> None:
+        """Launches the kernels, in order with torch's current stream.
+
+        PyCUDA cannot launch on a stream that it did not make. torch's default stream is its None;
+        any other waits for a stream of PyCUDA's, which waited for it.
+        """
+        stream = None
+        # The handle alone, as torch's compiled code asks for it: current_stream() makes an object.
+        if torch._C._cuda_getCurrentRawStream(self.device.index):
+            current = torch.cuda.current_stream(self.device.index)
+            stream, beside = self._stream_beside(current)
+            beside.wait_stream(current)
+        try:
+            for launch, gap, grid, block, smem_bytes in problem.launches:
+                launch(grid, block, gap + params, smem_bytes, stream)
+        except self._driver.Error as error:
+            raise RuntimeError(f"{problem.step_name} cannot be launched: {error}") from None
+        finally:
+            if stream:
+                current.wait_stream(beside)
+
+    def _stream_beside(self, current: torch.cuda.Stream) -> tuple:
+        """PyCUDA's stream for one of torch's, and the same as torch sees it."""
+        with self._lock:
+            if current.cuda_stream not in self._streams:
+                with self._pushed_context():
+                    stream = self._driver.Stream()
+                beside = torch.cuda.ExternalStream(stream.handle, self.device)
+                self._streams[current.cuda_stream] = stream, beside
+            return self._streams[current.cuda_stream]
+
+    def _allocate(self, problem: _Problem) -> list[torch.Tensor]:
+        sizes = problem.workspace_bytes
+        try:
+            workspace = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
+        except torch.OutOfMemoryError:
+            cached = torch.cuda.memory_reserved(self.device)
+            cached -= torch.cuda.memory_allocated(self.device)
+            free = torch.cuda.mem_get_info(self.device)[0] + cached
+            raise NotEnoughMemoryError(
+                f"{problem.step_name} needs a workspace of {sum(sizes)} bytes, and {free} are "
+                "free: use shorter sequences, or a step that stores no scores"
+            ) from None
+        if self._poison:
+            for part in workspace:
+                part.fill_(POISON)
+        return workspace
+
+    def _module(self, step: Step, spec: Specialization) -> _Module:
+        if (step, spec) not in self._modules:
+            build = build_cubin(step, spec, self.arch(step))
+            with self._lock:
+                if (step, spec) not in self._modules:
+                    self._modules[step, spec] = self._load(build)
+        return self._modules[step, spec]
+
+    def _load(self, build: Build) -> _Module:
+        with self._pushed_context():
+            module = self._driver.module_from_file(str(build.path))
+            pointer, size = module.get_global("launch_descriptor")
+            descriptor = LaunchDescriptor()
+            assert size == ctypes.sizeof(descriptor), "common/runtime/launch.py and launch.h differ"
+            self._driver.memcpy_dtoh(descriptor, pointer)
+            resources = parse_resources(build.log)
+            functions = {}
+            for kernel in descriptor.kernels:
+                if not kernel.name:
+                    continue
+                name = kernel.name.decode()
+                resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
+                function = module.get_function(name)
+                functions[name] = function, bytes(_parameter_offset(build.path, name))
+                if DEFAULT_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
+                    function.set_attribute(
+                        self._driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                        kernel.smem_bytes,
+                    )
+            return _Module(descriptor, functions, resources)
+
+
+def _pack(
+    problem: _Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    workspace: list[torch.Tensor],
+    softmax_scale: float,
+) -> bytes:
+    """The kernels' parameter, made within the context.
+
+    Raises UsageError where the step cannot take such tensors.
+    """
+    name, descriptor = problem.step_name, problem.descriptor
+    check_alignment(name, descriptor.alignment, q=q, k=k, v=v, o=o)
+    maps = encode_for_gpu(name, tensor_maps(name, descriptor, q=q, k=k, v=v, o=o))
+    addresses = {
+        name: tensor.data_ptr()
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse))
+    }
+    pointers = [part.data_ptr() for part in workspace]
+    return bytes(pack(q, k, v, o, maps, addresses, pointers, softmax_scale))
+
+
+def _parameter_offset(cubin: Path, kernel: str) -> int:
+    """Bytes before the parameter in what is packed for a launch.
+
+    Parameters begin at some address of constant memory, and the driver aligns only those that it
+    packs itself: here a gap is left in front of the 128-byte aligned AttentionParams.
+    """
+    library = call("cuLibraryLoadFromFile", str(cubin).encode(), [], [], 0, [], [], 0)
+    try:
+        found = call("cuLibraryGetKernel", library, kernel.encode())
+        offset, size = call("cuKernelGetParamInfo", found, 0)
+    finally:
+        call("cuLibraryUnload", library)
+    assert size == ctypes.sizeof(AttentionParams), "common/runtime/launch.py and launch.h differ"
+    return offset

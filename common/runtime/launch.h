@@ -1,0 +1,66 @@
+// What the host and a kernel say to each other: the kernel's one parameter and the step's launch
+// descriptor. Included by device/attention.cuh and simt/attention.cuh, which define Element;
+// mirrored by common/runtime/launch.py.
+#pragma once
+#include <stdint.h>
+
+struct Strides {  // in elements; the head_dim axis is contiguous, so it has none
+    int64_t batch, head, row;
+};
+
+// Describes q, k, v or o to the tensor memory accelerator, as [batch, heads, seq, HEAD_DIM] and in
+// boxes, where the launch descriptor asks for it. The bits are the hardware's, or the runtime's.
+struct alignas(128) TensorMap {
+    uint64_t opaque[16];
+};
+
+// The parameter of every kernel of every step.
+struct AttentionParams {
+    TensorMap q_map, k_map, v_map, o_map;
+    const Element* q;  // [batch, heads, seq_q, HEAD_DIM]
+    const Element* k;  // [batch, kv_heads, seq_k, HEAD_DIM]
+    const Element* v;  // [batch, kv_heads, seq_k, HEAD_DIM]
+    Element* o;        // [batch, heads, seq_q, HEAD_DIM]
+    float* lse;        // [batch, heads, seq_q], contiguous: natural log of the softmax denominator
+    void* workspace[2];  // as the launch descriptor asked, 256-byte aligned, contents undefined
+    Strides q_stride, k_stride, v_stride, o_stride;
+    int32_t batch, heads, kv_heads, seq_q, seq_k;
+    float softmax_scale;
+};
+
+// The launch descriptor says how to launch a step; the host reads it from the compiled module.
+enum Size : int32_t { BATCH, HEADS, KV_HEADS, SEQ_Q, SEQ_K };
+
+struct Extent {  // of one axis; tile 0 ends a list of axes
+    Size size;
+    int32_t tile;
+};
+
+struct KernelLaunch {  // an empty name ends the list of kernels
+    char name[48];
+    Extent grid[4];  // gridDim.x = product of ceil(size / tile); gridDim.y = gridDim.z = 1
+    int32_t threads;
+    int32_t smem_bytes;     // dynamic shared memory
+    int32_t blocks_per_sm;  // gridDim.x is at most so many times the multiprocessors; 0: no limit
+};
+
+struct Workspace {  // element_bytes 0: no such workspace
+    int32_t element_bytes;
+    Extent shape[4];  // elements = product of size rounded up to a multiple of tile
+};
+
+// How a box lies in shared memory: its 16-byte chunks change places in every 8 rows of so many bytes;
+// where a row has 128, chunk c of row r lies at place c ^ r % 8.
+enum Swizzle : int32_t { SWIZZLE_NONE, SWIZZLE_32B, SWIZZLE_64B, SWIZZLE_128B };
+
+struct Box {  // what TMA copies at once, elements of one head; rows 0: no such tensor map
+    int32_t rows, columns;
+    Swizzle swizzle;
+};
+
+struct LaunchDescriptor {
+    int32_t alignment;        // bytes that divide every row's address in q, k, v and o
+    KernelLaunch kernels[3];  // launched in this order
+    Workspace workspace[2];
+    Box q_box, k_box, v_box, o_box;
+};

@@ -1,0 +1,50 @@
+// What every step includes, for the host compiler: the twin of common/runtime/device/attention.cuh, and the
+// runtime that executes kernels on a CPU to check them. It is a checker, not a timer, and hostile
+// on purpose: the order of blocks and threads is drawn from a seed, memory starts as NaN and ends
+// at guard pages, and threads that wait for each other in vain are an error with a report.
+//
+// Included by steps; what a header only declares has its body in the .cpp file of the same name:
+//
+//     cuda.h        keywords, vector types, maths    element.h    bf16 and fp16
+//     warp.h        shuffles and votes               block.h      __syncthreads, shared memory
+//     vector.h      16-byte accesses                 copy.cuh     16-byte copies, cp.async
+//     mma.cuh       ldmatrix, stmatrix, mma.sync     wmma.cuh     CUDA's warp matrices
+//     wgmma.cuh     the warpgroup's products         warpgroup.cuh   setmaxnreg, named barriers
+//     mbarrier.cuh  barriers that count bytes        tma.cuh      copies of boxes of tensors
+//     access.h      addresses checked and counted    clock.cuh    a clock that counts its readings
+//     site.h        where in a step something is     random.h     numbers drawn from the seed
+//
+// The runtime's own:
+//
+//     run.cpp       main(), the launches             scheduler.h  blocks, threads, who runs next
+//     collective.h  what threads do together         thread.h     the state of a thread
+//     wgmma_state.h, warpgroup_state.h, mbarrier_state.h         what the scheduler keeps of those
+//     tensor_map.h  what is in a tensor map          async_view.h what the async proxy sees
+//     banks.h       bank conflicts                   stall.h      why no thread can run
+//     memory.h      buffers between guard pages      fiber.h      switching stacks
+//     trap.h        signals become reports           report.h     how a report is written
+//     sanitizer.h   fibers and AddressSanitizer
+//
+// The .cpp files are compiled once, and each step is linked with them. What steps include is
+// little, and no part of the standard library that is large: a step should compile fast.
+//
+// A new instruction is a function with the name of its wrapper in common/runtime/device. Its body is in the
+// .cpp file, where Element is not known: the header turns it, and what is a template's parameter,
+// into ordinary arguments. If threads execute it together, it is a call of collective(). If a
+// thread waits in it for something else, it calls Worker::start_waiting() and yield(), and whatever
+// it waits for calls make_runnable(). If it accesses memory, the address goes through
+// vector_access() or shared_access(); if it writes, through note_write() too.
+#pragma once
+#include "block.h"
+#include "cuda.h"
+#include "element.h"
+#include "warp.h"
+
+#if defined(ELEMENT)
+using Element = ELEMENT;  // -DELEMENT=bf16, fp16 or fp32
+#include "../launch.h"
+#include "vector.h"
+#else
+struct Element;  // in the runtime's own .cpp files, which have only pointers to some
+#include "../launch.h"
+#endif

@@ -1,0 +1,39 @@
+// Copies between global and shared memory, for the host compiler: the twin of
+// common/runtime/device/copy.cuh. An asynchronous copy lands as late as it may, in the wait that covers its
+// group: a copy that is waited for by too few threads, too late, or never, leaves poison.
+#pragma once
+#include "access.h"
+#include "attention.cuh"
+
+namespace simt {
+
+void start_copy(void* to_shared, const void* from_global, bool valid, Site site);
+
+// Lands all but the `pending` latest groups of the running thread. What is in no group yet is newer
+// than all of them.
+void land_copies(int pending);
+
+}  // namespace simt
+
+inline uint4 load_uint4(const Element* p, simt::Site site = simt::Site::here()) {
+    simt::vector_access(p, 16, "load_uint4", site);
+    return *reinterpret_cast<const uint4*>(p);
+}
+
+inline void store_uint4(Element* p, uint4 x, simt::Site site = simt::Site::here()) {
+    simt::vector_access(p, 16, "store_uint4", site);
+    simt::note_write(p, 16);
+    *reinterpret_cast<uint4*>(p) = x;
+}
+
+inline void cp_async_cg(Element* to_shared, const Element* from_global, bool valid,
+                        simt::Site site = simt::Site::here()) {
+    simt::start_copy(to_shared, from_global, valid, site);
+}
+
+void cp_async_commit_group();
+
+template <int PENDING>
+void cp_async_wait_group() {
+    simt::land_copies(PENDING);
+}

@@ -1,0 +1,49 @@
+// How the runtime says what a kernel did wrong: one report on stderr, then the process ends.
+#pragma once
+#include <stdarg.h>
+#include <stdio.h>
+#include <unistd.h>
+
+#include <cstddef>
+
+namespace simt {
+
+constexpr int FAULT_EXIT_CODE = 65;  // mirrored by common/runtime/cpu.py; sanitizers exit with 1
+
+// Text of bounded length; allocates nothing, so that a signal handler can write it. The first line
+// sums it up.
+class Report {
+  public:
+    __attribute__((format(printf, 2, 3))) Report& add(const char* format, ...) {
+        va_list arguments;
+        va_start(arguments, format);
+        const int written = vsnprintf(text + length, sizeof(text) - length, format, arguments);
+        va_end(arguments);
+        length += written;
+        if (length >= sizeof(text)) length = sizeof(text) - 1;
+        return *this;
+    }
+
+    void print() const {
+        for (size_t done = 0; done < length;) {
+            const ssize_t written = write(STDERR_FILENO, text + done, length - done);
+            if (written <= 0) return;
+            done += written;
+        }
+    }
+
+    // Prints and ends the process. Where several threads fail at once, only the first one is heard.
+    [[noreturn]] void fail() {
+        static bool reported = false;
+        while (__atomic_test_and_set(&reported, __ATOMIC_RELAXED)) pause();
+        add("\n");
+        print();
+        _exit(FAULT_EXIT_CODE);
+    }
+
+  private:
+    char text[8192];
+    size_t length = 0;
+};
+
+}  // namespace simt

@@ -1,0 +1,205 @@
+// main(): the step as a program. `step describe` writes the launch descriptor; `step run` reads one
+// request from stdin, executes the kernels and writes to stdout o, lse, the workspaces and, where
+// bank conflicts are counted, a line for each place that accesses shared memory. common/runtime/cpu.py is
+// the other side.
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "attention.cuh"
+#include "scheduler.h"
+#include "tensor_map.h"
+#include "trap.h"
+
+extern "C" LaunchDescriptor launch_descriptor;  // each step defines its own
+
+namespace simt {
+namespace {
+
+enum { Q, K, V, O, LSE, WORKSPACE0, WORKSPACE1, NUM_BUFFERS };
+constexpr const char* BUFFER_NAMES[NUM_BUFFERS] = {
+    "q", "k", "v", "o", "lse", "workspace[0]", "workspace[1]"};
+
+struct BufferRequest {
+    int64_t bytes;                    // 0: a null pointer
+    int32_t alignment, misalignment;  // address % alignment == misalignment
+};
+
+struct KernelRequest {  // an empty name ends the list
+    char name[48];
+    int64_t blocks;
+    int32_t threads;
+    int32_t smem_bytes;
+};
+
+// Followed by AttentionParams without its addresses and by the bytes of q, k and v.
+struct Request {
+    uint64_t seed;
+    int32_t workers;  // OS threads
+    int32_t time_limit_s;
+    int32_t count_banks;  // 0 or 1
+    BufferRequest buffers[NUM_BUFFERS];
+    KernelRequest kernels[3];
+};
+
+constexpr int MAX_BLOCKS = INT32_MAX, MAX_THREADS = 1024;  // the limits of every device
+
+using Kernel = void (*)(AttentionParams);
+
+Kernel kernel;
+AttentionParams kernel_params;
+
+BankCounter bank_counter;  // of all workers that have ended
+pthread_mutex_t bank_counter_mutex = PTHREAD_MUTEX_INITIALIZER;
+
+void read_exactly(void* to, size_t bytes) {
+    if (fread(to, 1, bytes, stdin) != bytes) Report().add("the request ends too early").fail();
+}
+
+void write_exactly(FILE* file, const void* from, size_t bytes) {
+    if (fwrite(from, 1, bytes, file) != bytes) Report().add("the answer cannot be written").fail();
+}
+
+// The blocks of a launch in shuffled order; each is taken by one worker.
+class Grid {
+  public:
+    explicit Grid(const Launch& launch) : launch(launch), order(launch.num_blocks) {
+        for (uint32_t i = 0; i < launch.num_blocks; ++i) order[i] = i;
+        Random random(launch.seed);
+        for (uint32_t i = launch.num_blocks; i > 1; --i)
+            std::swap(order[i - 1], order[random.below(i)]);
+    }
+
+    // Returns when all blocks have run.
+    void run(int num_workers) {
+        std::vector<pthread_t> os_threads(std::min<size_t>(num_workers, order.size()));
+        for (pthread_t& os_thread : os_threads) {
+            if (pthread_create(&os_thread, nullptr, run_worker, this))
+                Report().add("no OS thread to be had").fail();
+        }
+        for (pthread_t os_thread : os_threads) pthread_join(os_thread, nullptr);
+    }
+
+  private:
+    static void* run_worker(void* grid) {
+        static_cast<Grid*>(grid)->run_blocks();
+        return nullptr;
+    }
+
+    void run_blocks() {
+        TrapScope trap_scope;
+        Worker worker(launch);
+        for (size_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < order.size();) {
+            worker.run_block(order[i]);
+        }
+        if (const BankCounter* banks = worker.banks()) {
+            pthread_mutex_lock(&bank_counter_mutex);
+            bank_counter.add(*banks);
+            pthread_mutex_unlock(&bank_counter_mutex);
+        }
+    }
+
+    const Launch& launch;
+    std::vector<uint32_t> order;
+    size_t next = 0;  // of order; taken by all workers
+};
+
+void launch_kernel(const Request& request, int index) {
+    const KernelRequest& asked = request.kernels[index];
+    kernel = reinterpret_cast<Kernel>(dlsym(RTLD_DEFAULT, asked.name));
+    if (!kernel)
+        Report().add("the step has no kernel \"%s\"; is it extern \"C\"?", asked.name).fail();
+    if (asked.blocks < 1 || asked.blocks > MAX_BLOCKS || asked.threads < 1 ||
+        asked.threads > MAX_THREADS) {
+        Report()
+            .add("kernel %s has %lld blocks of %d threads; at most %d of %d can be launched",
+                 asked.name, static_cast<long long>(asked.blocks), asked.threads, MAX_BLOCKS,
+                 MAX_THREADS)
+            .fail();
+    }
+    const Launch launch = {
+        .kernel_name = asked.name,
+        .run_thread = [] { kernel(kernel_params); },
+        .num_blocks = static_cast<uint32_t>(asked.blocks),
+        .num_threads = asked.threads,
+        .smem_bytes = static_cast<size_t>(asked.smem_bytes),
+        .smem_flush = request.seed % 2 ? Flush::START : Flush::END,
+        .seed = mix(request.seed) + index,
+        .odd = request.seed % 2 != 0,
+        .count_banks = request.count_banks != 0,
+    };
+    Grid(launch).run(request.workers);
+    for (const Buffer& buffer : global_buffers) {
+        if (const char* where = buffer.damaged_slack()) {
+            Report()
+                .add("out-of-bounds write in kernel %s: %s of %s", asked.name, where, buffer.name)
+                .fail();
+        }
+    }
+}
+
+static_assert(sizeof(TensorMapFields) <= sizeof(TensorMap));
+
+void set_address(TensorMap& map, const std::byte* address) {
+    reinterpret_cast<TensorMapFields&>(map).address = reinterpret_cast<uintptr_t>(address);
+}
+
+int run_request() {
+    // Whatever a kernel prints must not mix with the answer.
+    FILE* answer = fdopen(dup(STDOUT_FILENO), "wb");
+    dup2(STDERR_FILENO, STDOUT_FILENO);
+
+    Request request;
+    read_exactly(&request, sizeof(request));
+    read_exactly(&kernel_params, sizeof(kernel_params));
+    std::byte* pointers[NUM_BUFFERS] = {};
+    global_buffers.reserve(NUM_BUFFERS);
+    for (int i = 0; i < NUM_BUFFERS; ++i) {
+        const auto [bytes, alignment, misalignment] = request.buffers[i];
+        if (!bytes) continue;
+        const Flush flush = request.seed % 2 ? Flush::START : Flush::END;
+        Buffer& buffer =
+            global_buffers.emplace_back(BUFFER_NAMES[i], bytes, alignment, misalignment, flush);
+        pointers[i] = buffer.data;
+        if (i <= V) {
+            read_exactly(buffer.data, bytes);
+            buffer.make_read_only();
+        }
+    }
+    kernel_params.q = reinterpret_cast<const Element*>(pointers[Q]);
+    kernel_params.k = reinterpret_cast<const Element*>(pointers[K]);
+    kernel_params.v = reinterpret_cast<const Element*>(pointers[V]);
+    kernel_params.o = reinterpret_cast<Element*>(pointers[O]);
+    kernel_params.lse = reinterpret_cast<float*>(pointers[LSE]);
+    kernel_params.workspace[0] = pointers[WORKSPACE0];
+    kernel_params.workspace[1] = pointers[WORKSPACE1];
+    set_address(kernel_params.q_map, pointers[Q]);
+    set_address(kernel_params.k_map, pointers[K]);
+    set_address(kernel_params.v_map, pointers[V]);
+    set_address(kernel_params.o_map, pointers[O]);
+
+    install_traps(request.time_limit_s);
+    for (int i = 0; i < 3 && request.kernels[i].name[0]; ++i) launch_kernel(request, i);
+    for (int i = O; i < NUM_BUFFERS; ++i)
+        if (pointers[i]) write_exactly(answer, pointers[i], request.buffers[i].bytes);
+    for (const BankCounter::Place& place : bank_counter.places()) {
+        fprintf(answer, "%s\t%s\t%d\t%lld\t%lld\t%lld\n", place.operation, place.site.file_name(),
+                place.site.line, place.accesses, place.ideal, place.wavefronts);
+    }
+    return fflush(answer);
+}
+
+}  // namespace
+}  // namespace simt
+
+int main(int argc, char** argv) {
+    if (argc == 2 && strcmp(argv[1], "run") == 0) return simt::run_request();
+    if (argc == 2 && strcmp(argv[1], "describe") == 0) {
+        simt::write_exactly(stdout, &launch_descriptor, sizeof(launch_descriptor));
+        return 0;
+    }
+    fprintf(stderr, "usage: %s describe | run\n", argv[0]);
+    return 2;
+}

@@ -1,0 +1,29 @@
+// What the runtime keeps in a TensorMap; common/runtime/tensor_map.py fills it in. The tensor's axes are
+// d, row, head and batch, of elements that are contiguous along d.
+#pragma once
+#include <stdint.h>
+
+#include <cstddef>
+
+namespace simt {
+
+constexpr int32_t VALID_TENSOR_MAP = 0x70616d74;
+
+struct TensorMapFields {
+    uint64_t address;
+    int32_t sizes[4];    // in elements
+    int64_t strides[3];  // in bytes; of row, head and batch
+    int32_t box_columns, box_rows;
+    int32_t swizzle;
+    int32_t valid;  // VALID_TENSOR_MAP; 0 where the launch descriptor asks for no map
+    int32_t element_bytes;
+};
+
+// A box of a tensor, and its place in shared memory.
+struct TensorBox {
+    TensorMapFields map;
+    int first[4];          // d, row, head, batch of the box's first element
+    std::byte* in_shared;  // where that lies
+};
+
+}  // namespace simt

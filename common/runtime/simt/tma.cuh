@@ -1,0 +1,46 @@
+// The tensor memory accelerator, for the host compiler: the twin of common/runtime/device/tma.cuh. A load
+// lands at any time after its issue, in half of the blocks as late as it may, and its place is
+// poison until then; a store reads shared memory in the wait that covers its group, and writes the
+// tensor at once or, in half of the blocks, as late as it may, after the stores that follow it.
+#pragma once
+#include "mbarrier.cuh"
+
+namespace simt {
+
+// first: d, row, head and batch.
+void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mbarrier& barrier,
+                Site site);
+void start_store(const TensorMap& map, const int (&first)[4], const void* from_shared, Site site);
+
+// Of the running thread's stores those that are not in its `pending` latest groups. What is in no
+// group yet is newer than all of them.
+void read_stores(int pending);
+void land_stores(int pending);
+
+}  // namespace simt
+
+inline void cp_async_bulk_tensor_load(Element* to_shared, const TensorMap& map, int d, int row,
+                                      int head, int batch, Mbarrier& barrier,
+                                      simt::Site site = simt::Site::here()) {
+    simt::start_load(to_shared, map, {d, row, head, batch}, barrier, site);
+}
+
+inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, int row, int head, int batch,
+                                       const Element* from_shared,
+                                       simt::Site site = simt::Site::here()) {
+    simt::start_store(map, {d, row, head, batch}, from_shared, site);
+}
+
+void cp_async_bulk_commit_group();
+
+template <int PENDING>
+void cp_async_bulk_wait_group_read() {
+    simt::read_stores(PENDING);
+}
+
+template <int PENDING>
+void cp_async_bulk_wait_group() {
+    simt::land_stores(PENDING);
+}
+
+void fence_proxy_async();

@@ -1,0 +1,72 @@
+// A block's named barriers, and the registers that its warpgroups give each other. The scheduler keeps
+// this; common/runtime/simt/warpgroup.cpp changes it.
+#pragma once
+#include <stdint.h>
+
+#include <vector>
+
+#include "report.h"
+
+namespace simt {
+
+constexpr int WARPGROUP_SIZE = 128;
+constexpr int NUM_BARRIERS = 16;  // of a block; 0 is that of __syncthreads
+
+// A barrier begins a new round when all threads of one have come.
+struct NamedBarrier {
+    int expected = 0, arrived = 0;  // threads of this round
+    uint32_t round = 0;
+    std::vector<int> waiting = {};  // for the end of this round
+
+    void describe(Report& report, int id) const {
+        report.add("\n  barrier %d: %d of %d threads have come", id, arrived, expected);
+    }
+};
+
+// A warpgroup that waits for registers.
+struct RegisterRequest {
+    int warpgroup, registers;       // as many a thread
+    std::vector<int> waiting = {};  // of its threads
+};
+
+// A block has those that it is launched with: as many a thread as __launch_bounds__ allows.
+class RegisterPool {
+  public:
+    explicit RegisterPool(int num_threads)
+        : launched(SM_REGISTERS / num_threads / 8 * 8),
+          num_warpgroups(num_threads / WARPGROUP_SIZE) {
+        if (launched > MAX_REGISTERS) launched = MAX_REGISTERS;
+    }
+
+    void begin_block() {
+        held.assign(num_warpgroups, launched);
+        free = 0;
+        requests.clear();
+    }
+
+    // How many more registers a warpgroup needs to have so many a thread; fewer than 0 to give back.
+    int missing(int warpgroup, int registers) const {
+        return (registers - held[warpgroup]) * WARPGROUP_SIZE;
+    }
+
+    void take(int warpgroup, int registers) {
+        free -= missing(warpgroup, registers);
+        held[warpgroup] = registers;
+    }
+
+    void describe(Report& report, const RegisterRequest& request) const {
+        report.add("\n  warpgroup %d waits for %d registers, %d are free", request.warpgroup,
+                   missing(request.warpgroup, request.registers), free);
+    }
+
+    std::vector<int> held = {};  // by each warpgroup, a thread
+    int free = 0;
+    std::vector<RegisterRequest> requests = {};  // in the order of their coming
+
+  private:
+    static constexpr int SM_REGISTERS = 65536, MAX_REGISTERS = 256;
+
+    int launched, num_warpgroups;
+};
+
+}  // namespace simt

@@ -1,0 +1,85 @@
+// The warpgroup's matrix product, for the host compiler: the twin of common/runtime/device/wgmma.cuh, which
+// says what each function does. It lands as late as it may, in each warp's wait that covers its
+// group: only then D is written and A and B are no longer needed. Both are read at the issue, and
+// must be the same when it lands.
+#pragma once
+#include "attention.cuh"
+
+enum Major : int { K_MAJOR, MN_MAJOR };
+
+namespace simt {
+
+class Report;
+
+uint64_t matrix_descriptor(const void* start, int leading_bytes, int stride_bytes, Swizzle swizzle,
+                           Site site);
+
+void fence_wgmma(Site site);
+
+// What a thread brings to a wgmma.
+struct WgmmaShare {
+    uint64_t a_bits, b_bits;
+    bool accumulate;
+    const uint32_t* a;  // nullptr where a_bits say where A is
+    float* d;           // [tiles][4]
+    int tiles;
+
+    bool operator==(const WgmmaShare& other) const;
+    void describe(Report& report) const;
+};
+
+template <MatrixElement T>
+void start_wgmma(WgmmaShare share, Major a_major, Major b_major, Site site);
+
+// Lands all but the `pending` latest groups; what is in no group yet is newer than all of them.
+void land_wgmma(int pending, Site site);
+
+// Reports where the running thread names registers of wgmma that are still in flight.
+void require_landed(const void* registers, size_t bytes, Site site);
+
+struct NoRegisters {};
+inline NoRegisters no_registers;
+
+}  // namespace simt
+
+// The bits are the hardware's; its address is the offset in the block's shared memory.
+template <Swizzle SWIZZLE>
+uint64_t matrix_descriptor(const Element* start, int leading_bytes, int stride_bytes,
+                           simt::Site site = simt::Site::here()) {
+    return simt::matrix_descriptor(start, leading_bytes, stride_bytes, SWIZZLE, site);
+}
+
+// What fences and waits name, up to three arrays of registers: compilers need to know of them all; of
+// those that a wait names it is checked that they have landed.
+template <typename A = simt::NoRegisters, typename B = simt::NoRegisters,
+          typename C = simt::NoRegisters>
+void wgmma_fence(A& = simt::no_registers, B& = simt::no_registers, C& = simt::no_registers,
+                 simt::Site site = simt::Site::here()) {
+    simt::fence_wgmma(site);
+}
+
+void wgmma_commit_group(simt::Site site = simt::Site::here());
+
+template <int PENDING, typename A = simt::NoRegisters, typename B = simt::NoRegisters,
+          typename C = simt::NoRegisters>
+void wgmma_wait_group(A& a = simt::no_registers, B& b = simt::no_registers,
+                      C& c = simt::no_registers, simt::Site site = simt::Site::here()) {
+    simt::land_wgmma(PENDING, site);
+    simt::require_landed(&a, sizeof(a), site);
+    simt::require_landed(&b, sizeof(b), site);
+    simt::require_landed(&c, sizeof(c), site);
+}
+
+template <simt::MatrixElement T, Major A_MAJOR, Major B_MAJOR, int TILES>
+void wgmma_m64nNk16(float (&d)[TILES][4], uint64_t a, uint64_t b, bool accumulate,
+                    simt::Site site = simt::Site::here()) {
+    static_assert(TILES % 2 == 0 && TILES <= 32);
+    simt::start_wgmma<T>({a, b, accumulate, nullptr, d[0], TILES}, A_MAJOR, B_MAJOR, site);
+}
+
+template <simt::MatrixElement T, Major B_MAJOR, int TILES>
+void wgmma_m64nNk16(float (&d)[TILES][4], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+                    simt::Site site = simt::Site::here()) {
+    static_assert(TILES % 2 == 0 && TILES <= 32);
+    simt::start_wgmma<T>({0, b, accumulate, a, d[0], TILES}, K_MAJOR, B_MAJOR, site);
+}

@@ -1,0 +1,60 @@
+"""Compiles every step with nvcc: no local memory, and no tensor-core instructions serialized."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import product
+
+from common.bench.static_analysis import PROBLEM, headline_arch
+from common.catalog import all_steps
+from common.report.record_set import spill_bytes
+from common.report.tables import markdown
+from common.runtime.build import build_cubin, parse_resources
+from common.step import Specialization, Step
+
+HEAD_DIMS = (64, 128, 256)
+# The steps that have local memory, and where: a thread of v03 keeps a query row of O, 256 floats in
+# 255 registers.
+LOCAL_MEMORY = {("v03", 256)}
+
+
+def compile_all() -> int:
+    """Prints what the kernels take for Hopper and, of one specialization, for the lowest GPU.
+
+    1 if one of them has local memory where it must not, or if ptxas serialized its instructions.
+    """
+    jobs = [
+        (step, spec, arch)
+        for step in all_steps()
+        for arch in dict.fromkeys((step.limits.arch, headline_arch(step)))
+        for spec in (
+            _specializations(step) if arch == headline_arch(step) else [PROBLEM.specialization]
+        )
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        builds = list(pool.map(lambda job: build_cubin(*job), jobs))
+    rows, mistakes = [], []
+    for (step, spec, arch), build in zip(jobs, builds, strict=True):
+        name = f"{step.name} {arch} {spec}"
+        mistakes += [f"{name}: {line}" for line in build.log.splitlines() if "serialized" in line]
+        for kernel, r in parse_resources(build.log).items():
+            spills = spill_bytes(asdict(r))
+            numbers = (r.registers, r.static_smem, r.stack_bytes, spills)
+            rows.append([step.name, kernel, arch, str(spec), *map(str, numbers)])
+            if (r.stack_bytes or spills) and (step.name, spec.head_dim) not in LOCAL_MEMORY:
+                mistakes.append(f"{name}: local memory in {kernel}")
+    columns = ["step", "kernel", "arch", "specialization"]
+    columns += [">registers", ">static smem", ">stack bytes", ">spill bytes"]
+    print(markdown(columns, rows))
+    for mistake in mistakes:
+        print(f"error: {mistake}", file=sys.stderr)
+    return 1 if mistakes else 0
+
+
+def _specializations(step: Step) -> list[Specialization]:
+    values = product(HEAD_DIMS, step.limits.dtypes, (False, True))
+    specs = (Specialization(*value) for value in values)
+    return [spec for spec in specs if not step.limits.refusal(spec)]

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from common.runtime.backend import Backend
+from common.runtime.cpu import CpuBackend
+from common.runtime.gpu import GpuBackend
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        lambda: CpuBackend(),
+        lambda: CpuBackend(seed=1, sanitize=True),
+        pytest.param(GpuBackend, marks=pytest.mark.gpu),
+    ],
+    ids=["cpu", "sanitized", "gpu"],
+)
+def make_backend(request) -> Callable[[], Backend]:
+    """For what must hold of an instruction and of its twin."""
+    return request.param

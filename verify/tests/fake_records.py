@@ -1,0 +1,207 @@
+"""Made-up records for the tests. Their numbers must never get into profiles/."""
+
+from __future__ import annotations
+
+from common.records import SCHEMA, host_hashes
+from common.step import Step
+
+FLOPS = 4 * 4 * 16 * 4096**2 * 128
+
+
+def fake_record(
+    step: Step, *, baseline: Step | None = None, time_ms: float = 20.0, run: str = "2000-01-01 a"
+) -> dict:
+    """A record of the step as it is now, twice as fast as the baseline, if any."""
+    state = {
+        "sm_clock_mhz": 1000,
+        "memory_clock_mhz": 2000,
+        "power_w": 300.0,
+        "temperature_c": 40,
+        "throttle_reasons": [],
+    }
+    return {
+        "schema": SCHEMA,
+        "step": step.name,
+        "title": step.title,
+        "source": f"steps/{step.path.name}",
+        "code_sha256": step.code_sha256,
+        "compile": ["nvcc", "-cubin"],
+        "resources": {
+            "attention_forward": {
+                "registers": 111,
+                "static_smem": 1024,
+                "dynamic_smem": 2048,
+                "stack_bytes": 0,
+                "spill_store_bytes": 4,
+                "spill_load_bytes": 8,
+            }
+        },
+        "least_bytes": 10**9,
+        "run": run,
+        "git": "not collected",
+        "device": "NVIDIA H200",
+        "driver": "1.0",
+        "toolkit": "1.0",
+        "torch": "1.0",
+        "python": "1.0",
+        "environment": {"before": state, "after": state},
+        "shape": {
+            "batch": 4,
+            "heads": 16,
+            "kv_heads": 16,
+            "seq_q": 4096,
+            "seq_k": 4096,
+            "head_dim": 128,
+            "dtype": "bf16",
+            "causal": False,
+        },
+        "flops": FLOPS,
+        "torch_errors": {"o": 0.004, "lse": 0.05},
+        "peers": {
+            "sdpa_math": {"missing": "out of memory"},
+            "sdpa_flash": {"route": "torch 1.0", **_outcome(2.0)},
+            "sdpa_cudnn": {"route": "torch 1.0", **_outcome(1.0)},
+            "flash_attention_3": {"route": "made up", **_outcome(0.8)},
+        },
+        **_outcome(time_ms),
+        "counters": "not collected",
+        "memory": [{"seq": 512, "bytes": 10**7}, {"seq": 1024, "bytes": 2 * 10**7}],
+        "baseline": baseline
+        and {
+            "step": baseline.name,
+            "code_sha256": baseline.code_sha256,
+            **_outcome(2 * time_ms),
+        },
+    }
+
+
+def fake_grid(*steps: Step) -> dict:
+    """Two cells where each step is 100 TFLOP/s faster than the one before, and three peers."""
+    rates = {step.name: 100.0 * (index + 1) for index, step in enumerate(steps)}
+    rates |= {"sdpa_math": {"missing": "out of memory"}, "sdpa_flash": 160.0, "sdpa_cudnn": 640.0}
+    shape = {"batch": 4, "heads": 32, "kv_heads": 32, "seq": 4096, "head_dim": 64}
+    state = fake_record(steps[0])["environment"]["before"]
+    return {
+        "schema": SCHEMA,
+        "device": "NVIDIA H200",
+        "dtype": "bf16",
+        "sources": {step.name: {"code_sha256": step.code_sha256} for step in steps},
+        "ceiling": {"matmul": "8192^3", "tflops": 800.0, "samples_ms": [1.0, 2.0, 3.0]},
+        "cells": [
+            {
+                "name": name,
+                "run": name,
+                "environment": {"before": state, "after": state},
+                **shape,
+                "causal": causal,
+                "tflops": rates,
+                "samples_ms": {name: [1.0, 2.0, 3.0] for name in rates},
+            }
+            for name, causal in (("d64_4096", False), ("d64_causal_4096", True))
+        ],
+    }
+
+
+def fake_latency(step: Step) -> dict:
+    """Two cells where the step takes 5 us of the device, 20 of the host; a peer ten times that."""
+    shape = {"batch": 1, "heads": 16, "kv_heads": 16, "seq": 128, "head_dim": 128}
+    state = fake_record(step)["environment"]["before"]
+    return {
+        "schema": SCHEMA,
+        "device": "NVIDIA H200",
+        "dtype": "bf16",
+        "sources": {step.name: {"code_sha256": step.code_sha256}},
+        "host": host_hashes(),
+        "cells": [
+            {
+                "name": name,
+                "run": name,
+                "environment": {"before": state, "after": state},
+                **shape,
+                "causal": causal,
+                "device_us": {step.name: [4.0, 5.0, 60.0], "sdpa_flash": [40.0, 50.0, 60.0]},
+                "host_us": {step.name: [19.0, 20.0], "sdpa_flash": [190.0, 210.0]},
+                "missing": {"flash_attention_3": "not installed"},
+            }
+            for name, causal in (("n128", False), ("n128_causal", True))
+        ],
+    }
+
+
+def fake_static_record(step: Step) -> dict:
+    """A static record of the step as it is now: two operations, one of them in two places."""
+    places = [
+        ("ldmatrix_x4", "ldmatrix_x4(a)", 256, 1024, 8192),
+        ("ldmatrix_x4", "ldmatrix_x4(b)", 1024, 4096, 4096),
+        ("store_uint4", "store_uint4(c)", 576, 2304, 2304),
+    ]
+    return {
+        "schema": SCHEMA,
+        "step": step.name,
+        "code_sha256": step.code_sha256,
+        "shape": fake_record(step)["shape"],
+        "compiled": {
+            "toolkit": "1.0",
+            "arch": "sm_1",
+            "resources": fake_record(step)["resources"],
+            "sass": {"attention_forward": {"HMMA": 128, "LDSM": 64, "FADD": 8}},
+        },
+        "banks": [
+            {
+                "operation": operation,
+                "code": code,
+                "accesses": accesses,
+                "ideal": ideal,
+                "wavefronts": wavefronts,
+            }
+            for operation, code, accesses, ideal, wavefronts in places
+        ],
+    }
+
+
+def fake_timeline(step: Step, tiles: int = 32) -> dict:
+    """A timeline of the step as it is now: two consumers, a tile every 2200 clocks."""
+
+    def every_tile(first: int) -> list[int]:
+        return [first + 2200 * tile for tile in range(tiles)]
+
+    record = fake_record(step)
+    keys = ("schema", "step", "code_sha256", "run", "device", "environment", "shape")
+    return {
+        **{key: record[key] for key in keys},
+        "clocks": {
+            "producer": {"load K": every_tile(0), "load V": every_tile(600)},
+            **{
+                f"consumer {index}": {
+                    "start S": every_tile(1500 + 1100 * index),
+                    "end S": every_tile(2100 + 1100 * index),
+                    "end softmax": every_tile(3100 + 1100 * index),
+                    "start PV": every_tile(3800 + 1100 * index),
+                    "end PV": every_tile(4850 + 1100 * index),
+                }
+                for index in range(2)
+            },
+        },
+        "outputs": {
+            f"consumer {index}": [
+                {
+                    "tile": tiles - 1,
+                    "start": 2200 * tiles + 2700 + 1100 * index,
+                    "end": 2200 * tiles + 3400 + 1100 * index,
+                }
+            ]
+            for index in range(2)
+        },
+    }
+
+
+def _outcome(time_ms: float) -> dict:
+    return {
+        "time_ms": time_ms,
+        "time_p25_ms": time_ms * 0.99,
+        "time_p75_ms": time_ms * 1.01,
+        "tflops": FLOPS / time_ms / 1e9,
+        "samples_ms": [time_ms] * 3,
+        "errors": {"o": 0.001, "lse": 1e-6},
+        "peak_memory_bytes": 68 * 10**6,
+    }

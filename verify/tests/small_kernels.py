@@ -1,0 +1,128 @@
+"""Little kernels for the tests of the SIMT runtime: written, run, and caught doing wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.runtime.cpu import CpuBackend, SimtError
+from common.step import Step, read_step
+
+SOURCE = """\
+// {name} -- a kernel to test the runtime with
+// change: none
+// why: none
+// limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_75
+#include "attention.cuh"
+#include <stdio.h>
+
+{globals}
+
+struct Layout {{
+    {layout}
+}};
+
+extern "C" {{
+__constant__ LaunchDescriptor launch_descriptor = {{
+    .alignment = {alignment},
+    .kernels = {{{{.name = "test_kernel",
+                 .grid = {{{{SEQ_Q, 1}}}},
+                 .threads = {threads},
+                 .smem_bytes = sizeof(Layout)}}}},
+    .workspace = {{{{.element_bytes = 4, .shape = {{{{SEQ_Q, 1}}}}}}}},
+    {boxes}
+}};
+
+// One block a query.
+__global__ void test_kernel(const __grid_constant__ AttentionParams p) {{
+    const int t = threadIdx.x;
+    const int block = blockIdx.x;
+    Layout& smem = shared_memory<Layout>();
+    [[maybe_unused]] float* scores = static_cast<float*>(p.workspace[0]);
+{body}
+}}
+}}
+"""
+
+
+def write_step(
+    folder: Path,
+    name: str,
+    body: str,
+    *,
+    threads: int = 48,
+    globals_: str = "",
+    layout: str = "float first[32], second[32]; int counter;",
+    boxes: str = "",
+) -> Step:
+    """boxes are fields of the launch descriptor."""
+    path = folder / f"{name}.cu"
+    path.write_text(
+        SOURCE.format(
+            name=name,
+            body=body,
+            threads=threads,
+            globals=globals_,
+            layout=layout,
+            boxes=boxes,
+            alignment=16 if boxes else "sizeof(Element)",
+        )
+    )
+    return read_step(path)
+
+
+def run(
+    step: Step,
+    backend: CpuBackend,
+    q: torch.Tensor | None = None,
+    *,
+    o: torch.Tensor | None = None,
+    num_lse: int = 1,
+    scenario: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse [num_lse] of test_kernel with k = v = q; scenario is its p.softmax_scale."""
+    q = torch.zeros(1, 1, 2, 8) if q is None else q
+    o = torch.zeros_like(q) if o is None else o
+    lse = torch.zeros(num_lse)
+    backend.forward(step, q, q, q, o, lse, causal=False, softmax_scale=scenario)
+    return o, lse
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What the threads execute, and what the report says."""
+
+    name: str
+    statement: str
+    report: str  # a regular expression; @ stands for the statement's place
+    seed: int = 0
+
+
+def write_scenarios(folder: Path, name: str, bodies: Sequence[str], setup="", **source) -> Step:
+    """A step that executes one of the bodies, after the setup: run()'s scenario is its index."""
+    cases = "\n".join(f"case {i}: {{ {body} }} break;" for i, body in enumerate(bodies))
+    body = f"{setup}\n    switch (int(p.softmax_scale)) {{\n{cases}\n}}"
+    return write_step(folder, name, body, **source)
+
+
+def write_faults(folder: Path, faults: Sequence[Fault], setup: str = "", **source) -> Step:
+    bodies = [fault.statement for fault in faults]
+    return write_scenarios(folder, "faults", bodies, setup, **source)
+
+
+def expect_report(step: Step, faults: Sequence[Fault], fault: Fault, **arguments) -> None:
+    """Runs one fault of a step that write_faults() made of all; the arguments are run()'s."""
+    number = faults.index(fault)
+    lines = step.path.read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if text.startswith(f"case {number}:"))
+    with pytest.raises(SimtError) as error:
+        run(step, CpuBackend(fault.seed), scenario=number, **arguments)
+    report = fault.report.replace("@", rf"\(faults.cu:{line}\)")
+    assert re.search(report, str(error.value)), f"{error.value}\n--- does not match\n{report}"
+    assert str(error.value).startswith("faults (d")
+    assert " in kernel test_kernel" in str(error.value).splitlines()[0]

@@ -1,0 +1,191 @@
+"""The public call: what it accepts, what it refuses, and how it behaves on a GPU's streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common import UsageError, attention
+from common.catalog import all_steps
+from verify.cases import contiguous, transposed
+from verify.reference import attention_reference
+
+SCALE = 64**-0.5
+NEWEST = all_steps()[-1].name
+
+
+def _inputs(device: str = "cpu", **overrides) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    shapes = {"q": (2, 4, 37, 64), "k": (2, 2, 45, 64), "v": (2, 2, 45, 64)}
+    tensors = {
+        n: torch.randn(s, generator=rng).to(device, torch.bfloat16) for n, s in shapes.items()
+    }
+    return tensors | overrides
+
+
+def _assert_right(o: torch.Tensor, inputs: dict[str, torch.Tensor], causal: bool = False) -> None:
+    expected, _ = attention_reference(**inputs, causal=causal, softmax_scale=SCALE)
+    assert (o.double() - expected).abs().max() < 0.02
+
+
+def test_takes_the_highest_step_that_can_run() -> None:
+    inputs = _inputs()
+    assert torch.equal(attention(**inputs), attention(**inputs, step=NEWEST))
+    # One element off a 16-byte boundary: only v01 reads element by element.
+    inputs["q"] = torch.zeros(2, 4, 37, 65, dtype=torch.bfloat16)[..., 1:].copy_(inputs["q"])
+    assert torch.equal(attention(**inputs), attention(**inputs, step="v01"))
+    with pytest.raises(UsageError, match=f"{NEWEST} reads 16 bytes at a time"):
+        attention(**inputs, step=NEWEST)
+
+
+def test_output_lies_like_q_and_lse_comes_on_request() -> None:
+    inputs = _inputs()
+    inputs["q"] = inputs["q"].transpose(1, 2).contiguous().transpose(1, 2)
+    o, lse = attention(**inputs, causal=True, return_lse=True)
+    assert o.stride() == inputs["q"].stride()
+    _assert_right(o, inputs, causal=True)
+    _, expected = attention_reference(**inputs, causal=True, softmax_scale=SCALE)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_scale_defaults_to_the_root_of_head_dim() -> None:
+    inputs = _inputs()
+    assert torch.equal(attention(**inputs), attention(**inputs, softmax_scale=SCALE))
+
+
+BAD = {
+    "a list": (lambda x: {"q": [1.0]}, "q must be a torch tensor, not list"),
+    "three axes": (lambda x: {"k": x["k"][0]}, r"k must be \[batch, heads, seq, head_dim\]"),
+    "empty": (lambda x: {"v": x["v"][:, :, :0]}, r"v is empty: shape \[2, 2, 0, 64\]"),
+    "float64": (lambda x: {"q": x["q"].double()}, "not torch.float64"),
+    "meta": (lambda x: {"q": x["q"].to("meta")}, "CPU or CUDA tensor, not one on meta"),
+    "last axis": (
+        lambda x: {"q": x["q"].transpose(2, 3).contiguous().transpose(2, 3)},
+        r"the last dimension of q must be contiguous, its stride is 37: pass q.contiguous\(\)",
+    ),
+    "dtypes": (lambda x: {"k": x["k"].half()}, "same dtype: q torch.bfloat16, k torch.float16"),
+    "k and v": (lambda x: {"v": x["v"][:, :, 1:]}, "k and v must have the same shape"),
+    "batch": (lambda x: {"q": x["q"][:1]}, "must have the same batch and head_dim"),
+    "heads": (lambda x: {"q": x["q"][:, :3]}, r"heads \(3\) must be a multiple of kv_heads \(2\)"),
+    "grad": (lambda x: {"q": x["q"].requires_grad_()}, "there is no backward"),
+    "head_dim": (
+        lambda x: {n: t[..., :60].contiguous() for n, t in x.items()},
+        f"{NEWEST} takes head_dim 8 to 256 in multiples of 8, not 60",
+    ),
+    "step": (lambda x: {"step": "v99"}, "no step 'v99'; the steps are v01, v02"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_clear_line(name: str) -> None:
+    change, message = BAD[name]
+    inputs = _inputs()
+    with pytest.raises(UsageError, match=message) as error:
+        attention(**(inputs | change(inputs)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream_without_waiting() -> None:
+    inputs = _inputs("cuda")
+    attention(**inputs)  # compiles
+    torch.cuda.synchronize()
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            late = {name: torch.zeros_like(t) for name, t in inputs.items()}
+            torch.cuda._sleep(200_000_000)  # about a tenth of a second
+            for name, t in inputs.items():
+                late[name].copy_(t)
+            o = attention(**late)
+            assert not stream.query(), "attention waited for the device"
+            copy = o.clone()
+        stream.synchronize()
+        _assert_right(copy, inputs)
+
+
+@pytest.mark.gpu
+def test_can_be_captured_in_a_cuda_graph() -> None:
+    inputs = _inputs("cuda")
+    static = {name: torch.zeros_like(t) for name, t in inputs.items()}
+    attention(**static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attention(**static)
+    for name, t in inputs.items():
+        static[name].copy_(t)
+    for _ in range(2):
+        o.zero_()
+        graph.replay()
+        assert torch.equal(o, attention(**inputs))
+    _assert_right(o, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [8, 40, 72, 136, 248])
+@pytest.mark.parametrize("causal", [False, True])
+def test_head_dims_that_fill_no_panel(head_dim: int, causal: bool) -> None:
+    shapes = {"q": (2, 6, 300, head_dim), "k": (2, 2, 333, head_dim), "v": (2, 2, 333, head_dim)}
+    inputs = {
+        name: torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        for name, shape in shapes.items()
+    }
+    expected, _ = attention_reference(**inputs, causal=causal, softmax_scale=head_dim**-0.5)
+    assert (attention(**inputs, causal=causal) - expected).abs().max() < 0.05
+
+
+@pytest.mark.gpu
+def test_transposed_storage_is_not_copied() -> None:
+    shape = (2, 2048, 8, 128)  # [batch, seq, heads, head_dim]
+    q, k, v = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for _ in range(3)
+    )
+    attention(q, k, v)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o, lse = attention(q, k, v, return_lse=True)
+    assert o.stride() == q.stride()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken < o.nbytes + lse.nbytes + q.nbytes / 2  # the allocator rounds up
+    expected = attention(q.contiguous(), k.contiguous(), v.contiguous())
+    assert torch.equal(o, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", [None, "v07"])
+@pytest.mark.parametrize("long", ["q", "k"])
+@pytest.mark.parametrize("layout", [contiguous, transposed])
+def test_more_than_2_to_the_31_elements(layout, long: str, step: str | None) -> None:
+    """Of q and o, or of k and v. The last queries must find the last keys, in the last head."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("less than 40 GB are free")
+    many, few = 2**20 + 72, 72
+    seq_q, seq_k = (many, few) if long == "q" else (few, many)
+
+    def make(seq: int) -> torch.Tensor:
+        return layout((1, 16, seq, 128), dtype=torch.bfloat16, device="cuda")[1]
+
+    q, k, v = make(seq_q).normal_(), make(seq_k).zero_(), make(seq_k).normal_()
+    k[:, :, -few:].normal_().mul_(16)  # only these count
+    assert max(q.numel(), k.numel()) > 2**31
+    o, lse = attention(q, k, v, step=step, return_lse=True)
+    last = slice(-1, None), slice(-few, None)  # head, queries
+    expected_o, expected_lse = attention_reference(
+        q[:, last[0], last[1]], k[:, last[0]], v[:, last[0]], causal=False, softmax_scale=128**-0.5
+    )
+    assert (o[:, last[0], last[1]] - expected_o).abs().max() < 0.1
+    assert (lse[:, last[0], last[1]] - expected_lse).abs().max() < 1e-3
+
+
+@pytest.mark.gpu
+def test_devices_must_agree() -> None:
+    with pytest.raises(UsageError, match="same device"):
+        attention(**_inputs("cuda", k=_inputs()["k"]))
+
+
+@pytest.mark.gpu
+def test_workspace_that_does_not_fit() -> None:
+    q = torch.zeros(1, 1, 1 << 20, 8, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(UsageError, match=r"v02 needs a workspace of \d+ bytes, and \d+ are free"):
+        attention(q, q, q, step="v02")

@@ -1,0 +1,207 @@
+"""The checker itself: what it must accept and what it must not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.catalog import all_steps, step_names
+from common.errors import NotEnoughMemoryError, UsageError
+from common.source import ROOT
+from verify import accuracy, check
+from verify.cases import CASES, find_cases
+from verify.check import check_case, check_steps
+from verify.reference import attention_in_dtype, attention_reference
+
+STEP = all_steps()[0]
+CPU_CASES = [case for case in CASES if not case.gpu_only]
+
+
+class TorchBackend:
+    """A stand-in for a kernel: torch in float32, rounded to the input's dtype, then spoilt."""
+
+    name = "cpu"
+    device = torch.device("cpu")
+
+    def __init__(self, spoil=lambda o, lse: None):
+        self.spoil = spoil
+
+    def refusal(self, step, spec):
+        return step.limits.refusal(spec)
+
+    def build(self, step, spec):
+        return step.path
+
+    def forward(self, step, q, k, v, o, lse, *, causal, softmax_scale):
+        q, k, v = q.float(), k.float(), v.float()
+        result = attention_in_dtype(q, k, v, causal=causal, softmax_scale=softmax_scale)
+        o.copy_(result[0])
+        lse.copy_(result[1])
+        self.spoil(o, lse)
+
+
+def checked(case_name: str, *spoils):
+    runs = [TorchBackend(spoil) for spoil in spoils] or [TorchBackend()] * 2
+    return check_case(STEP, find_cases([case_name])[0], runs)
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
+def test_accepts_float32_accumulation(case):
+    result = check_case(STEP, case, [TorchBackend()] * 2)
+    assert result.passed, str(result)
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
+def test_allowance_is_sharp(case):
+    """A case where torch's own error is large would let a wrong kernel pass."""
+    q, k, v = case.make("cpu")
+    expected = accuracy.expect(case, q, k, v)
+    assert expected.o_rms < 0.1 * accuracy.rms(expected.o)
+    assert expected.lse_max < 0.01
+
+
+def test_cases_are_seeded_and_leave_the_gaps_poisoned():
+    for case in CPU_CASES:
+        first, second, other = case.make("cpu", 1), case.make("cpu", 1), case.make("cpu", 2)
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b)
+            assert a.isfinite().all()
+            assert a.stride(-1) == 1
+        if case.name != "constant":
+            assert not torch.equal(first[2], other[2])
+        assert first[0].shape == case.shape.q
+        assert first[1].shape == first[2].shape == case.shape.kv
+
+
+def set_element(which: str, index: tuple[int, ...], value: float):
+    def spoil(o, lse):
+        {"o": o, "lse": lse}[which][index] = value
+
+    return spoil
+
+
+def write_after_first_row(o, lse):
+    o.as_strided((1,), (1,), o.shape[-1]).fill_(0)
+
+
+@pytest.mark.parametrize(
+    ("case", "spoil", "complaint"),
+    [
+        ("ragged", lambda o, lse: o.fill_(torch.nan), "o: 25216 of 25216"),
+        ("ragged", set_element("o", (0, 1, 76, 63), 0.9), "o[0, 1, 76, 63] is 0.8"),
+        ("ragged", set_element("o", (0, 1, 76, 63), torch.nan), "o[0, 1, 76, 63] is nan"),
+        ("ragged", set_element("o", (0, 0, 0, 0), torch.inf), "o[0, 0, 0, 0] is inf"),
+        ("ragged", set_element("lse", (0, 1, 76), torch.nan), "lse[0, 1, 76] is nan"),
+        ("ragged", set_element("lse", (0, 0, 3), -torch.inf), "lse[0, 0, 3] is -inf"),
+        ("ragged", lambda o, lse: lse.mul_(1.4426950408889634), "lse: 394 of 394"),
+        ("ragged", lambda o, lse: lse.add_(1e-4), "lse: 394 of 394"),
+        ("ragged", lambda o, lse: o.mul_(1.015), "no element alone is outside the allowance"),
+        ("causal_short_k", set_element("lse", (0, 0, 0), -1e30), "is -1e+30, expected -inf"),
+        ("causal_short_k", set_element("lse", (0, 0, 0), torch.inf), "is inf, expected -inf"),
+        ("causal_short_k", set_element("o", (0, 0, 0, 0), torch.nan), "is nan, expected 0"),
+        ("padded", write_after_first_row, "between the rows of o"),
+    ],
+)
+def test_rejects(case, spoil, complaint):
+    result = checked(case, spoil, spoil)
+    assert result.verdict == "FAIL"
+    assert complaint in str(result)
+
+
+def test_prints_at_most_five_mismatches():
+    report = str(checked("ragged", lambda o, lse: o.fill_(torch.nan)))
+    assert report.count("expected") == 5
+
+
+@pytest.mark.parametrize("which", ["o", "lse"])
+def test_rejects_runs_that_differ_in_the_last_bit(which):
+    def next_number(o, lse):
+        x = {"o": o, "lse": lse}[which]
+        x.view(torch.int16 if which == "o" else torch.int32)[0, 0, 0] += 1
+
+    result = checked("ragged", lambda o, lse: None, next_number)
+    assert all(measure.passed for measure in result.measures)
+    assert result.verdict == "FAIL"
+    assert f"{which}: " in result.problems[0]
+    assert "differ between runs" in result.problems[0]
+
+
+def test_reports_a_launch_that_fails():
+    def fail(o, lse):
+        raise RuntimeError("attention_forward: block 3, thread 7\nreads past the end of k")
+
+    result = checked("ragged", fail)
+    assert result.verdict == "FAIL"
+    assert "    reads past the end of k" in str(result).splitlines()
+
+
+def test_a_refusal_is_skipped_and_nothing_but_skips_fails(monkeypatch, capsys):
+    picky = replace(STEP, limits=replace(STEP.limits, dtypes=("bf16",)))
+    monkeypatch.setattr(check, "make_runs", lambda *_: [(TorchBackend(), TorchBackend())])
+    assert check_steps([picky], case_names=["ragged", "gqa"])
+    assert "skipped: takes bf16, not fp32" in capsys.readouterr().out
+    assert not check_steps([picky], case_names=["gqa"])
+    assert "0 passed, 0 failed, 1 skipped: FAIL: nothing ran" in capsys.readouterr().out
+
+    def no_memory(o, lse):
+        raise NotEnoughMemoryError("needs 8 GiB of workspace, 1 GiB free")
+
+    assert checked("ragged", no_memory).verdict == "skipped: needs 8 GiB of workspace, 1 GiB free"
+
+    def picky_about_strides(o, lse):
+        raise UsageError("q is not aligned")
+
+    assert checked("ragged", picky_about_strides).verdict == "FAIL"
+
+
+def test_oracle_is_not_what_is_checked():
+    """The float64 result itself passes, rounded: the allowance covers one rounding."""
+    case = find_cases(["ragged"])[0]
+
+    def exact(o, lse):
+        q, k, v = case.make("cpu")
+        result = attention_reference(q, k, v, causal=False, softmax_scale=case.scale)
+        o.copy_(result[0])
+        lse.copy_(result[1])
+
+    assert checked("ragged", exact).passed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["v99"], f"no step 'v99'; the steps are {step_names()}"),
+        (["steps/v99_nothing.cu"], "no file 'steps/v99_nothing.cu'"),
+        (["verify/mutants/nothing.patch"], "nothing.patch"),
+        (["v01", "--cases", "raged"], "no case 'raged'; the cases are tiles, ragged"),
+        (["v01", "--backend", "tpu"], "invalid choice: 'tpu'"),
+        (["v01", "--seed", "x"], "invalid int value: 'x'"),
+        (["--sanitize", "--backend", "gpu"], "compute-sanitizer"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, arguments, complaint):
+    assert check.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ")
+    assert complaint in line
+
+
+def test_runs_from_another_directory(tmp_path):
+    cases = "single_token,causal_one_key"
+    arguments = ["steps/v01", "v04", "--backend", "cpu", "--cases", cases]
+    command = [sys.executable, ROOT / "verify" / "check.py", *arguments]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "v01 on cpu: 2 passed, 0 failed, 0 skipped: pass" in result.stdout
+    assert "v04 on cpu: 2 passed, 0 failed, 0 skipped: pass" in result.stdout
+
+
+@pytest.mark.gpu
+def test_every_step_passes_on_the_gpu():
+    assert check_steps(all_steps(), "gpu")

@@ -1,0 +1,69 @@
+"""The compile gate, on what ptxas would say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.catalog import all_steps
+from common.runtime.build import Build
+from verify import compile_gate
+from verify.compile_gate import compile_all
+
+LOG = """ptxas info    : Compiling entry function 'attention_forward' for 'sm_90'
+    {stack} bytes stack frame, 0 bytes spill stores, {spills} bytes spill loads
+ptxas info    : Used 99 registers, used 1 barriers
+"""
+SERIALIZED = "ptxas info    : wgmma.mma_async instructions are serialized\n"
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Runs the gate; ptxas says the log for a step at a head_dim, and nothing bad otherwise."""
+
+    def run(name: str = "", head_dim: int = 0, log: str = "") -> tuple[int, list]:
+        compiled = []
+
+        def build(step, spec, arch) -> Build:
+            assert not step.limits.refusal(spec)
+            compiled.append((step, spec, arch))
+            said = log if (step.name, spec.head_dim) == (name, head_dim) else ""
+            return Build(Path("step.cubin"), said or LOG.format(stack=0, spills=0))
+
+        monkeypatch.setattr(compile_gate, "build_cubin", build)
+        return compile_all(), compiled
+
+    return run
+
+
+def test_every_step_is_compiled_in_its_own_dtypes(gate):
+    status, compiled = gate()
+    assert status == 0
+    for step in all_steps():
+        specs = [spec for compiled_step, spec, _ in compiled if compiled_step == step]
+        assert {spec.dtype for spec in specs} == set(step.limits.dtypes)
+        assert {spec.head_dim for spec in specs} == {64, 128, 256}
+        assert {spec.causal for spec in specs} == {False, True}
+        assert step.limits.arch in {
+            arch for compiled_step, _, arch in compiled if compiled_step == step
+        }
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "log", "status"),
+    [
+        ("v04", 128, LOG.format(stack=8, spills=0), 1),
+        ("v04", 64, LOG.format(stack=0, spills=4), 1),
+        ("v04", 256, LOG.format(stack=8, spills=4), 1),
+        ("v04", 256, LOG.format(stack=0, spills=0) + SERIALIZED, 1),
+        ("v03", 128, LOG.format(stack=8, spills=4), 1),
+        ("v03", 256, LOG.format(stack=8, spills=4), 0),  # known
+        ("v03", 256, LOG.format(stack=8, spills=4) + SERIALIZED, 1),
+    ],
+)
+def test_local_memory_and_serialized_instructions_fail(gate, capsys, name, head_dim, log, status):
+    assert gate(name, head_dim, log)[0] == status
+    told = capsys.readouterr().err.splitlines()
+    assert bool(told) == bool(status)
+    assert all(line.startswith(f"error: {name} sm_") for line in told)

@@ -1,0 +1,361 @@
+"""The diagrams: who holds what, as the PTX ISA and the SIMT runtime have it; how they are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from common.report.diagrams.ampere import figures
+from common.report.diagrams.fragments import (
+    CHUNKS,
+    a_fragment,
+    b_fragment,
+    d_fragment,
+    empty_phase,
+    full_phase,
+    in_tile,
+    k_major,
+    k_row,
+    ldmatrix,
+    ldmatrix_trans,
+    mn_major,
+    padded,
+    parity,
+    plain,
+    swizzled,
+    v_row,
+    wavefronts,
+    wgmma_d,
+)
+from common.report.diagrams.svg import BANK_COLORS, WIDTH
+from common.runtime.cpu import CpuBackend, SimtError
+from common.step import Step
+from verify.tests.small_kernels import run, write_scenarios, write_step
+
+LANES, HALVES = range(32), range(2)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_fragments_are_those_of_the_isa():
+    """It numbers a lane's elements a0 to a7, b0 to b3 and c0 to c3, two 16-bit ones a register."""
+    for lane in LANES:
+        group, thread = lane >> 2, lane % 4
+        for i in range(8):
+            row = group if i in (0, 1, 4, 5) else group + 8
+            column = thread * 2 + (i & 1) + (8 if i >= 4 else 0)
+            assert a_fragment(lane, i // 2, i % 2) == (row, column)
+        for i in range(4):
+            row = thread * 2 + (i & 1) + (8 if i >= 2 else 0)
+            assert b_fragment(lane, i // 2, i % 2) == (row, group)
+            row = group if i < 2 else group + 8
+            assert d_fragment(lane, i) == (row, thread * 2 + (i & 1))
+
+
+@pytest.mark.parametrize(
+    ("held", "shape"),
+    [
+        ([a_fragment(*place) for place in product(LANES, range(4), HALVES)], (16, 16)),
+        ([b_fragment(*place) for place in product(LANES, range(2), HALVES)], (16, 8)),
+        ([d_fragment(*place) for place in product(LANES, range(4))], (16, 8)),
+        ([ldmatrix(*place) for place in product(LANES, HALVES)], (8, 8)),
+        ([ldmatrix_trans(*place) for place in product(LANES, HALVES)], (8, 8)),
+    ],
+)
+def test_each_element_is_held_once(held, shape):
+    rows, columns = shape
+    assert sorted(held) == list(product(range(rows), range(columns)))
+
+
+def test_two_accumulators_are_an_a_fragment():
+    for lane, register, half in product(LANES, range(4), HALVES):
+        row, column = d_fragment(lane, 2 * (register % 2) + half)
+        tile = register // 2
+        assert a_fragment(lane, register, half) == (row, 8 * tile + column)
+
+
+@pytest.mark.parametrize("row_of", [k_row, v_row])
+def test_each_row_is_named_once(row_of):
+    assert sorted(map(row_of, LANES)) == list(product(range(16), (0, 8)))
+    for lane in LANES:
+        first_row, first_column = row_of(lane // 8 * 8)
+        assert row_of(lane) == (first_row + lane % 8, first_column)
+
+
+def test_ldmatrix_gives_the_fragments_of_mma():
+    for lane, m, half in product(LANES, range(4), HALVES):
+        register, tile = m % 2, m // 2
+        row, column = ldmatrix(lane, half)
+        q = v_row(8 * m)[0] + row, v_row(8 * m)[1] + column
+        assert a_fragment(lane, m, half) == q
+        key, d = k_row(8 * m)[0] + row, k_row(8 * m)[1] + column
+        assert b_fragment(lane, register, half) == (d, key - 8 * tile)
+        row, column = ldmatrix_trans(lane, half)
+        key, d = v_row(8 * m)[0] + row, v_row(8 * m)[1] + column
+        assert b_fragment(lane, register, half) == (key, d - 8 * tile)
+
+
+def words_in_busiest_bank(addresses):
+    words = {address // 4 + i for address in addresses for i in range(4)}
+    banks = [word % 32 for word in words]
+    return max(map(banks.count, banks))
+
+
+@pytest.mark.parametrize(("address_of", "count"), [(plain, 8), (padded, 1), (swizzled, 1)])
+def test_wavefronts(address_of, count):
+    for chunk in range(CHUNKS):
+        addresses = [address_of(row, chunk) for row in range(8)]
+        assert len(wavefronts(addresses)) == words_in_busiest_bank(addresses) == count
+    for row in range(8):  # written by 8 lanes side by side
+        assert len(wavefronts([address_of(row, chunk) for chunk in range(CHUNKS)])) == 1
+
+
+def test_a_swizzle_moves_a_chunk_within_its_row():
+    for row in range(16):
+        chunks = [swizzled(row, chunk) for chunk in range(CHUNKS)]
+        assert sorted(chunks) == [plain(row, chunk) for chunk in range(CHUNKS)]
+
+
+# ---- Hopper: what the SIMT runtime does is what is drawn
+
+ROWS, STEPS = 128, 8  # of a tile [128, 128], so that K and V have as many steps of 16
+
+
+def test_wgmma_reads_what_tma_writes():
+    for at, i, k in product(range(0, 128, 16), range(ROWS), range(16)):
+        assert k_major(ROWS, at).element(i, k) == in_tile(ROWS, i, at + k)
+        assert mn_major(ROWS, at).element(i, k) == in_tile(ROWS, at + k, i)
+
+
+def test_two_tiles_of_wgmma_are_an_a_fragment():
+    for thread, step, register, half in product(range(128), range(8), range(4), HALVES):
+        row, column = a_fragment(thread % 32, register, half)
+        place = 2 * step + register // 2, 2 * (register % 2) + half
+        assert wgmma_d(thread, *place) == (16 * (thread // 32) + row, 16 * step + column)
+
+
+MULTIPLY = """
+#include "mma.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+template <Major MAJOR>
+__device__ void multiply(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+    wgmma_fence(d, a);
+    wgmma_m64nNk16<Element, MAJOR>(d, a, b, false);
+    wgmma_commit_group();
+    wgmma_wait_group<0>(d, a);
+}
+"""
+
+# Warp w multiplies w + 1 times the identity by each step of 16, first along d and then along keys.
+PRODUCTS = """
+    if (block) return;
+    if (t == 0) {
+        mbarrier_init(smem.full, 1);
+        fence_mbarrier_init();
+        mbarrier_arrive_expect_tx(smem.full, sizeof(smem.tile));
+        for (int panel = 0; panel < 2; ++panel)
+            cp_async_bulk_tensor_load(smem.tile[panel][0], p.k_map, 64 * panel, 0, 0, 0, smem.full);
+    }
+    __syncthreads();
+    while (!mbarrier_try_wait_parity(smem.full, 0)) {
+    }
+    for (int row = t, panel = 0; panel < 2; ++panel)
+        for (int i = 0; i < 64; ++i) p.o[(128 * panel + row) * 64 + i] = smem.tile[panel][row][i];
+    uint32_t a[4];
+    for (int i = 0; i < 4; ++i) {
+        const int row = t % 32 / 4 + i % 2 * 8, k = t % 4 * 2 + i / 2 * 8, x = 1 + t / 32;
+        a[i] = cvt_rn_x2<Element>(row == k ? x : 0, row == k + 1 ? x : 0);
+    }
+    for (int step = 0; step < 16; ++step) {
+        const int at = 16 * (step % 8);
+        uint64_t b;
+        float d[16][4];
+        if (step < 8) {
+            b = matrix_descriptor<SWIZZLE_128B>(&smem.tile[at / 64][0][at % 64], 0, 1024);
+            multiply<K_MAJOR>(d, a, b);
+        } else {
+            b = matrix_descriptor<SWIZZLE_128B>(smem.tile[0][at], sizeof(smem.tile[0]), 1024);
+            multiply<MN_MAJOR>(d, a, b);
+        }
+        float* result = p.lse + step * (2 + 64 * 128);
+        memcpy(result, &b, sizeof(b));
+        memcpy(result + 2 + 64 * t, d, sizeof(d));
+    }
+"""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Of PRODUCTS, for the steps of 16 d and then of 16 keys."""
+
+    tile: torch.Tensor  # [128, 128]
+    memory: torch.Tensor  # [128 * 128]
+    descriptors: list[int]
+    registers: torch.Tensor  # [steps, thread, tile, register]
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory) -> Computed:
+    step = write_step(
+        tmp_path_factory.mktemp("products"),
+        "products",
+        PRODUCTS,
+        threads=128,
+        globals_=MULTIPLY,
+        layout="alignas(1024) Element tile[2][128][64]; Mbarrier full;",
+        boxes=".k_box = {128, 64, SWIZZLE_128B},",
+    )
+    numbers = torch.randint(0, 2048, (128, 128), generator=torch.Generator().manual_seed(0))
+    tile = numbers.to(torch.float16)  # exactly
+    size = 2 + 64 * 128
+    o, lse = run(step, CpuBackend(), tile[None, None], num_lse=2 * STEPS * size)
+    results = lse.view(2 * STEPS, size)
+    bits = results[:, :2].contiguous().view(torch.int64)[:, 0].tolist()
+    descriptors = [number % 2**64 for number in bits]
+    registers = results[:, 2:].reshape(2 * STEPS, 128, 16, 4)
+    return Computed(tile, o.flatten(), descriptors, registers)
+
+
+def test_tile_is_as_tma_writes_it(computed):
+    for row, column in product(range(ROWS), range(128)):
+        assert computed.memory[in_tile(ROWS, row, column) // 2] == computed.tile[row, column]
+
+
+def test_descriptors_are_the_runtimes(computed):
+    drawn = [k_major(ROWS, 16 * step) for step in range(STEPS)]
+    drawn += [mn_major(ROWS, 16 * step) for step in range(STEPS)]
+    for descriptor, bits in zip(drawn, computed.descriptors, strict=True):
+        fields = descriptor.fields().values()
+        assert sum(value << first for first, _, value in fields) == bits
+        assert all(value < 1 << last - first + 1 for first, last, value in fields)
+
+
+def test_wgmma_gives_the_drawn_elements_to_the_drawn_threads(computed):
+    places = list(product(range(128), range(16), range(4)))
+    rows, columns = torch.tensor([wgmma_d(*place) for place in places]).T
+    for step in range(STEPS):
+        b = computed.tile[:, 16 * step : 16 * step + 16].T, computed.tile[16 * step :][:16]
+        for operand, registers in zip(b, computed.registers[step::STEPS], strict=True):
+            expected = operand.float()[rows % 16, columns] * (1 + rows // 16)
+            assert torch.equal(registers.flatten(), expected)
+
+
+# A producer and two consumers of one stage: the parities are those of the waits for full and empty.
+STAGE = """
+    if (t == 0) {
+        mbarrier_init(smem.full, 1);
+        mbarrier_init(smem.empty, 2);
+    }
+    __syncthreads();
+    const auto wait_for = [](Mbarrier& barrier, int parity) {
+        while (!mbarrier_try_wait_parity(barrier, parity)) {
+        }
+    };
+    const auto use_stage = [&](std::array<int, 6> parities) {
+        if (t % 32) return;
+        float seen = 0;
+        for (int use = 0; use < 3; ++use) {
+            if (t == 0) {
+                wait_for(smem.empty, parities[3 + use]);
+                smem.tile = use + 1;
+                mbarrier_arrive(smem.full);
+            } else {
+                wait_for(smem.full, parities[use]);
+                seen = 10 * seen + smem.tile;
+                mbarrier_arrive(smem.empty);
+            }
+        }
+        if (t > 0) p.lse[t / 32 - 1] = seen;
+    };
+"""
+DRAWN = [parity(phase(use)) for phase in (full_phase, empty_phase) for use in range(3)]
+WRONG = [[p ^ (i == n) for i, p in enumerate(DRAWN)] for n in range(6)]  # one of them
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory) -> Step:
+    calls = [f"use_stage({{{str(parities)[1:-1]}}});" for parities in (DRAWN, *WRONG)]
+    return write_scenarios(
+        tmp_path_factory.mktemp("stage"),
+        "stage",
+        calls,
+        STAGE,
+        threads=96,
+        globals_='#include "mbarrier.cuh"\n#include <array>',
+        layout="Mbarrier full, empty; float tile;",
+    )
+
+
+def passes(stage: Step, scenario: int, seed: int) -> bool:
+    """Whether both consumers have seen the tiles 1, 2 and 3."""
+    q = torch.zeros(1, 1, 1, 8)
+    try:
+        _, lse = run(stage, CpuBackend(seed), q, num_lse=2, scenario=scenario)
+    except SimtError:
+        return False
+    return lse.tolist() == [123.0, 123.0]
+
+
+def test_drawn_parities_are_those_to_wait_for(stage):
+    assert all(passes(stage, 0, seed) for seed in range(8))
+    for scenario in range(1, 1 + len(WRONG)):
+        assert not all(passes(stage, scenario, seed) for seed in range(8)), WRONG[scenario - 1]
+
+
+# ---- how they are drawn
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return {name: ElementTree.fromstring(svg) for name, svg in figures().items()}
+
+
+def test_figures_fit_the_page_and_can_be_read(drawn):
+    for svg in drawn.values():
+        height = float(svg.get("height"))
+        assert float(svg.get("width")) == WIDTH
+        for box in svg.iter(f"{SVG}rect"):
+            assert 0 <= float(box.get("x", 0)) <= WIDTH - float(box.get("width"))
+            assert 0 <= float(box.get("y", 0)) <= height - float(box.get("height"))
+        for text in svg.iter(f"{SVG}text"):
+            assert int(text.get("font-size")) >= 11
+            assert 0 < float(text.get("y")) < height
+
+
+def test_swizzle_figure_shows_the_computed_wavefronts(drawn):
+    texts = [text.text for text in drawn["swizzle_banks.svg"].iter(f"{SVG}text")]
+    assert [text for text in texts if "wavefront" in text] == [
+        "8 wavefronts",
+        "1 wavefront",
+        "1 wavefront",
+    ]
+
+
+def test_descriptor_figure_colours_what_is_read(drawn):
+    fills = [box.get("fill") for box in drawn["wgmma_descriptor.svg"].iter(f"{SVG}rect")]
+    in_k = [0, 0, 16, 16, 0, 0, 0, 0]  # rows, of the chunks with d 16 to 31
+    in_v, in_legend = 2 * 16, 1
+    assert [fills.count(color) for color in BANK_COLORS] == [n + in_v + in_legend for n in in_k]
+    texts = [text.text for text in drawn["wgmma_descriptor.svg"].iter(f"{SVG}text")]
+    assert [text for text in texts if text.startswith("The next")] == [
+        "The next 8 keys: stride, + 1024 bytes",
+        "The next 16 d: start + 32 bytes",
+        "The next 64 d: start + 16384 bytes",
+        "The next 8 keys: stride, + 1024 bytes",
+        "The next 64 d: leading, + 16384 bytes",
+        "The next 16 keys: start + 2048 bytes",
+    ]
+
+
+def test_mbarrier_figure_shows_alternating_parities(drawn):
+    texts = [text.text for text in drawn["mbarrier_phases.svg"].iter(f"{SVG}text")]
+    for name, parities in (("full", "010"), ("empty", "01")):
+        waits = [text for text in texts if text.startswith(f"try_wait({name}")]
+        assert waits == [f"try_wait({name}, {parity})" for parity in parities]
+    phases = [text for text in texts if text.startswith("phase ")]
+    assert phases == [f"phase {n}: parity {n % 2}" for n in (0, 1, 2, 3, 0, 1, 2)]

@@ -1,0 +1,428 @@
+"""The grid of shapes: its cells, how they are measured, and how their record is shown."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import combinations
+from types import SimpleNamespace
+
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from common.bench import grid
+from common.bench import headline as measure
+from common.bench.peers import Peer
+from common.catalog import all_steps
+from common.errors import UsageError
+from common.record_schema import CELL, problem
+from common.records import read_grid, write_record
+from common.report import plots, tables
+from common.report.expressions import evaluate
+from common.report.record_set import Profile, load_profile
+from common.runtime.gpu import GpuBackend
+from common.step import Specialization
+from verify.cases import BF16, Case, Shape, find_cases
+from verify.reference import attention_reference
+from verify.tests.fake_records import fake_grid
+
+V01, V02, V03 = all_steps()[:3]
+TINY = Case("tiny", Shape(1, 2, 2, 96, 96, 64), BF16, causal=True)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """Loads the profile of a project whose grid has v01 and v02, changed as told.
+
+    previous is the record of the run before.
+    """
+
+    def load(previous: dict | None = None, **changes) -> Profile:
+        folder = tmp_path / "profiles" / "h200"
+        write_record(folder / "grid.json", fake_grid(V01, V02) | changes)
+        if previous:
+            write_record(folder / "grid_previous.json", previous)
+        return load_profile(folder, tmp_path)
+
+    return load
+
+
+def test_cells():
+    cells = {case.name: case.shape for case in grid.CELLS}
+    assert len(cells) == len(grid.CELLS) == 22
+    shared = {name: shape for name, shape in cells.items() if name.startswith("gqa")}
+    for name in cells.keys() - shared.keys():
+        shape = cells[name]
+        assert shape.batch * shape.seq_q == shape.batch * shape.seq_k == grid.TOKENS
+        assert shape.heads * shape.head_dim == shape.kv_heads * shape.head_dim == grid.HIDDEN
+    assert cells["d128_4096"] == cells["d128_causal_4096"] == find_cases(["headline"])[0].shape
+    assert shared == {
+        "gqa_4096": Shape(1, 64, 8, 4096, 4096, 128),
+        "gqa_16384": Shape(1, 64, 8, 16384, 16384, 128),
+        "gqa_causal_4096": Shape(1, 64, 8, 4096, 4096, 128),
+        "gqa_causal_16384": Shape(1, 64, 8, 16384, 16384, 128),
+    }
+
+
+def test_flops_are_those_of_the_visible_half():
+    case = {case.name: case for case in grid.CELLS}
+    assert measure.flops(case["d128_4096"]) == 2 * measure.flops(case["d128_causal_4096"])
+    assert measure.flops(case["d128_4096"]) == 4 * 4 * 16 * 4096**2 * 128
+
+
+class TorchBackend:
+    """A stand-in for the GPU: v03 refuses, the others add an error to what torch computes.
+
+    To the elements of o at an index.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, error: float = 0.0, where: tuple = (...,)):
+        self.error, self.where = error, where
+
+    def forward(self, step, q, k, v, o, lse, *, causal, softmax_scale):
+        if step is V03:
+            raise UsageError("v03 takes head_dim 128")
+        result = attention_reference(q, k, v, causal=causal, softmax_scale=softmax_scale)
+        o.copy_(result[0])
+        o[self.where] += self.error
+        lse.copy_(result[1])
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    """Every call takes 2 ms, a round of all 0.2 s, and one of two peers is there."""
+
+    def load(q, k, v, *, causal, without):
+        assert without == ("sdpa_math",)
+        o, _ = attention_reference(q, k, v, causal=causal, softmax_scale=TINY.scale)
+        return {"sdpa_cudnn": "no such shape", "sdpa_flash": Peer(lambda: o, "torch")}
+
+    monkeypatch.setattr(measure, "_peak_memory", lambda call: (call(), 0))
+    monkeypatch.setattr(grid, "load", load)
+    monkeypatch.setattr(grid, "device_state", lambda: "not collected")
+    monkeypatch.setattr(grid, "_seconds", lambda calls: 0.2)
+    monkeypatch.setattr(
+        grid, "time_interleaved", lambda calls, rounds: {name: [2.0] * rounds for name in calls}
+    )
+
+
+def test_measured_cell(without_a_gpu):
+    cell = grid.measure_cell(TorchBackend(), [V02, V03], TINY)
+    assert problem(cell, CELL) is None
+    rate = 2 * 2 * 96**2 * 64 / 2e9
+    assert cell["tflops"] == {
+        "v02": pytest.approx(rate),
+        "v03": {"missing": "v03 takes head_dim 128"},
+        "sdpa_cudnn": {"missing": "no such shape"},
+        "sdpa_flash": pytest.approx(rate),
+    }
+    samples = cell["samples_ms"]
+    assert {name: len(row) for name, row in samples.items()} == {"v02": 15, "sdpa_flash": 15}
+
+
+@pytest.mark.parametrize(
+    ("round_seconds", "rounds"), [(0.001, 30), (0.1, 30), (0.2, 15), (0.3, 10), (5.0, 10)]
+)
+def test_rounds_follow_from_the_time_of_one(round_seconds, rounds):
+    assert grid.affordable_rounds(round_seconds) == rounds
+
+
+@pytest.mark.parametrize("where", [(...,), (0, 0, 0, 0), (0, 1, 95, 63), (0, 0, slice(32, 48))])
+@pytest.mark.parametrize("error", [0.1, float("nan")])
+def test_a_wrong_step_is_not_timed(without_a_gpu, error, where):
+    with pytest.raises(UsageError, match="v02 is wrong on tiny"):
+        grid.measure_cell(TorchBackend(error, where), [V02], TINY)
+
+
+def test_no_step_is_no_cell(without_a_gpu):
+    with pytest.raises(UsageError, match="v03 takes head_dim 128"):
+        grid.measure_cell(TorchBackend(), [V03], TINY)
+
+
+def test_everything_is_built_first():
+    """Every step for every cell, but where its limits exclude the cell."""
+    built = []
+    backend = SimpleNamespace(build=lambda *job: built.append(job))
+    narrow = replace(V02, limits=replace(V02.limits, highest_head_dim=128))
+    grid.build_all(backend, [V01, narrow], grid.CELLS)
+    expected = [
+        (step, Specialization(head_dim, "bf16", causal))
+        for step in (V01, narrow)
+        for head_dim in (64, 128, 256)
+        for causal in (False, True)
+        if (step, head_dim) != (narrow, 256)
+    ]
+    assert sorted(built, key=str) == sorted(expected, key=str)
+
+
+def test_what_cannot_be_built_stops_the_grid():
+    def build(step, spec):
+        raise UsageError("nvcc cannot compile v01_naive.cu")
+
+    with pytest.raises(UsageError, match="nvcc cannot compile"):
+        grid.build_all(SimpleNamespace(build=build), [V01], grid.CELLS)
+
+
+def test_ceiling(monkeypatch):
+    products = []
+
+    def time_interleaved(calls):
+        products.append(calls["matmul"]().shape)
+        return {"matmul": [1.0, 2.0, 4.0]}
+
+    monkeypatch.setattr(grid, "CEILING", 64)
+    monkeypatch.setattr(grid, "time_interleaved", time_interleaved)
+    ceiling = grid.measure_ceiling(torch.device("cpu"))
+    assert ceiling == {
+        "matmul": "64^3",
+        "tflops": pytest.approx(2 * 64**3 / 2e9),
+        "samples_ms": [1.0, 2.0, 4.0],
+    }
+    assert products == [(64, 64)]
+
+
+@pytest.fixture
+def measured_grid(monkeypatch, tmp_path):
+    """Writes a record of fake cells in tmp_path; returns its path."""
+    made_up = fake_grid(*grid.grid_steps())
+    monkeypatch.setattr(grid, "GpuBackend", lambda: SimpleNamespace(device="cuda"))
+    monkeypatch.setattr(grid, "build_all", lambda *_: None)
+    monkeypatch.setattr(grid, "measure_ceiling", lambda device: made_up["ceiling"])
+    monkeypatch.setattr(grid, "versions", lambda: {"device": "NVIDIA H200"})
+    monkeypatch.setattr(
+        grid, "measure_cell", lambda backend, steps, case: made_up["cells"][0] | {"name": case.name}
+    )
+    monkeypatch.setattr(grid, "PROFILES_DIR", tmp_path)
+    return grid.measure_grid
+
+
+def test_record_of_the_grid(measured_grid, tmp_path):
+    path = measured_grid()
+    assert path == tmp_path / "h200" / "grid.json"
+    record = read_grid(path.parent)
+    assert list(record["sources"]) == [step.name for step in all_steps()][3:]
+    assert [cell["name"] for cell in record["cells"]] == [case.name for case in grid.CELLS]
+    assert record["ceiling"]["tflops"] == 800.0
+    assert [file.name for file in path.parent.iterdir()] == ["grid.json"]
+
+
+def test_a_run_before_of_the_same_sources_is_kept(measured_grid):
+    path = measured_grid()
+    previous = path.with_name("grid_previous.json")
+    write_record(path, read_grid(path.parent) | {"driver": "first"})
+    measured_grid()
+    assert read_grid(path.parent, previous.name)["driver"] == "first"
+    assert "driver" not in read_grid(path.parent)
+    measured_grid()
+    assert "driver" not in read_grid(path.parent, previous.name)  # of three, the last two
+
+
+def test_a_run_before_of_other_sources_is_overwritten(measured_grid):
+    path = measured_grid()
+    measured_grid()
+    record = read_grid(path.parent)
+    record["sources"]["v09"]["code_sha256"] = "0" * 64
+    write_record(path, record)
+    measured_grid()
+    assert [file.name for file in path.parent.iterdir()] == ["grid.json"]
+    assert read_grid(path.parent)["sources"] != record["sources"]
+
+
+def test_table(profile):
+    text = tables.grid(profile())
+    assert text.splitlines()[:4] == [
+        "| head_dim | Mask | Batch × heads × N | v01 | v02 | sdpa_math | sdpa_flash | sdpa_cudnn | "
+        "v02 / fastest peer |",
+        "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| 64 | none | 4 × 32 × 4096 | 100 | 200 | missing | 160 | 640 | 0.312 × |",
+        "| 64 | causal | 4 × 32 × 4096 | 100 | 200 | missing | 160 | 640 | 0.312 × |",
+    ]
+    caption = text.splitlines()[-1]
+    assert "NVIDIA H200 in bf16" in caption
+    assert "Median of 3 interleaved rounds" in caption
+    assert "throttle reasons after: none" in caption
+    assert "In the run before" not in caption
+
+
+def cells_with(*rates: dict) -> list[dict]:
+    """The fake cells with some rates of each changed."""
+    cells = fake_grid(V01, V02)["cells"]
+    return [
+        cell | {"tflops": cell["tflops"] | changes}
+        for cell, changes in zip(cells, rates, strict=True)
+    ]
+
+
+def ratios(text: str) -> list[str]:
+    return [line.split("|")[-2].strip() for line in text.splitlines()[2:] if line[:1] == "|"]
+
+
+def test_ratio_to_the_fastest_peer(profile):
+    cells = cells_with({"v02": 640.0}, {"v02": 810.0})
+    text = tables.grid(profile(cells=cells))
+    assert ratios(text) == ["**1.000 ×**", "**1.266 ×**"]
+    told = (
+        "v02 over the fastest peer: geometric mean of 2 rows 1.125 ×, smallest 1.000 × (d64_4096)"
+    )
+    assert f"\n\n{told}. TFLOP/s on" in text
+    # Never bold below 1, and no ratio without a peer or without the step.
+    assert ratios(tables.grid(profile(cells=cells_with({"v02": 639.9}, {})))) == [
+        "1.000 ×",
+        "0.312 ×",
+    ]
+    gone = {"missing": "too long"}
+    cells = cells_with({"v02": gone}, {"sdpa_flash": gone, "sdpa_cudnn": gone})
+    text = tables.grid(profile(cells=cells))
+    assert ratios(text) == ["", ""]
+    assert "v02 over the fastest peer: not measured." in text
+
+
+def test_run_before_is_told_below_the_table(profile):
+    previous = fake_grid(V01, V02)
+    previous["cells"] = cells_with({"v02": 320.0}, {"v02": 1280.0})
+    text = tables.grid(profile(previous))
+    assert ratios(text) == ["0.312 ×", "0.312 ×"]  # the newer one's
+    assert (
+        "In the run before, of the same sources: geometric mean of 2 rows 1.000 ×, "
+        "smallest 0.500 × (d64_4096)."
+    ) in text
+    previous["sources"]["v02"]["code_sha256"] = "0" * 64
+    assert "In the run before" not in tables.grid(profile(previous))
+
+
+def test_shared_heads_and_rounds_are_told(profile):
+    cells = fake_grid(V01, V02)["cells"]
+    cells[0] |= {"heads": 64, "kv_heads": 8}
+    cells[1]["samples_ms"] = {"v01": [1.0] * 10}
+    text = tables.grid(profile(cells=cells))
+    assert "| 64 | none | 4 × 64/8 × 4096 |" in text
+    assert "Median of 3 to 10 interleaved rounds" in text
+
+
+def test_table_tells_what_throttled_any_cell(profile):
+    cells = fake_grid(V01)["cells"]
+    slow = cells[0]["environment"]["after"] | {"throttle_reasons": ["software power cap"]}
+    cells[0]["environment"] = cells[0]["environment"] | {"after": slow}
+    assert "throttle reasons after: software power cap." in tables.grid(profile(cells=cells))
+
+
+def test_changed_step_is_called_stale(profile):
+    sources = fake_grid(V01, V02)["sources"]
+    sources["v02"]["code_sha256"] = "0" * 64
+    changed = profile(sources=sources)
+    assert "| v01 | v02 (stale) | sdpa_math |" in tables.grid(changed)
+    assert evaluate("grid.d64_4096.v02", changed) == "not measured since the source changed"
+    assert evaluate("grid.d64_4096.v01", changed) == "100.0"
+
+
+def test_without_a_record(tmp_path):
+    nothing = load_profile(tmp_path, tmp_path)
+    assert tables.grid(nothing) == "not measured"
+    assert evaluate("grid.d64_4096.v01", nothing) == "not measured"
+    assert plots.plots(nothing) == {}
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("grid.d64_4096.v01 : .0f", "100"),
+        ("grid.d64_causal_4096.sdpa_flash", "160.0"),
+        ("grid.d64_4096.v02 / grid.d64_4096.sdpa_flash : .0%", "125%"),
+        ("grid.d64_4096.v02 / grid.d64_causal_4096.v02 : .1f", "not measured together"),
+        ("grid.d64_4096.sdpa_math", "missing"),
+        ("grid.d64_4096.v03", "not measured"),
+        ("grid.gqa_16384.v02", "not measured"),
+    ],
+)
+def test_expression(profile, expression, text):
+    assert evaluate(expression, profile()) == text
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["grid", "grid.d64_4096", "grid.d64.v01", "grid.d64_4096.v99", "grid.d64_4096.v01.time_ms"],
+)
+def test_expression_that_means_nothing(profile, expression):
+    with pytest.raises(UsageError):
+        evaluate(expression, profile())
+
+
+@pytest.fixture
+def whole_grid(profile):
+    """A profile of every cell: two steps close together, one far below, and a ceiling."""
+    made_up = fake_grid(V01, V02, V03)
+    cells = [
+        made_up["cells"][0]
+        | {
+            "name": case.name,
+            "heads": case.shape.heads,
+            "kv_heads": case.shape.kv_heads,
+            "seq": case.shape.seq_q,
+            "head_dim": case.shape.head_dim,
+            "causal": case.causal,
+            "tflops": {"v01": 30.0, "v02": 690.0, "v03": 700.0, "sdpa_flash": 350.0},
+        }
+        for case in grid.CELLS
+    ]
+    return profile(sources=made_up["sources"], cells=cells)
+
+
+def test_plot(whole_grid):
+    """Two masks by three head dimensions and the shared heads, each with its lines and labels."""
+    figure = plots.figures(whole_grid)["grid.svg"]
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    assert len(figure.axes) == 8
+    titles = [axes.get_title(loc="left") for axes in figure.axes[:4]]
+    assert titles == ["head_dim 64", "head_dim 128", "head_dim 256", "head_dim 128, heads 64/8"]
+    for axes in figure.axes:
+        *curves, ceiling = axes.lines
+        assert [curve.get_ydata()[0] for curve in curves] == [30, 690, 700, 350]
+        assert {*ceiling.get_ydata()} == {800}
+        assert [text.get_text() for text in axes.texts] == ["v03", "v02", "v01"]
+        boxes = [text.get_window_extent(canvas.get_renderer()) for text in axes.texts]
+        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert list(figure.axes[0].lines[0].get_xdata()) == [1024, 4096, 16384]
+    assert list(figure.axes[7].lines[0].get_xdata()) == [4096, 16384]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["sdpa_flash", "measured ceiling: product of 8192^3"]
+
+
+def test_plot_follows_from_its_record(whole_grid):
+    svg = plots.plots(whole_grid)["grid.svg"]
+    assert plots.plots(whole_grid)["grid.svg"] == svg
+    grid_with = whole_grid.grid | {"ceiling": whole_grid.grid["ceiling"] | {"tflops": 801.0}}
+    changed = plots.plots(replace(whole_grid, grid=grid_with))["grid.svg"]
+    other = re.sub(r"Matplotlib v[\d.]+", "Matplotlib v0.1", changed)
+    assert not plots.same_plot(svg, changed)
+    assert not plots.same_plot(svg, other)
+    stale = plots.plots(replace(whole_grid, grid_stale=frozenset({"v02"})))["grid.svg"]
+    assert "v02 (stale)" in stale
+
+
+def test_plot_leaves_out_what_is_missing(profile):
+    cells = cells_with({"v01": {"missing": "too wide"}}, {})
+    figure = plots.figures(profile(cells=cells))["grid.svg"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["v02"]
+    assert [text.get_text() for text in figure.axes[1].texts] == ["v02", "v01"]
+    assert "sdpa_math" not in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_tiny_cell_on_a_gpu(kv_heads):
+    case = replace(TINY, shape=replace(TINY.shape, kv_heads=kv_heads))
+    cell = grid.measure_cell(GpuBackend(), grid.grid_steps(), case)
+    assert problem(cell, CELL) is None
+    assert isinstance(cell["tflops"]["v07"], float)
+    assert isinstance(cell["tflops"]["sdpa_flash"], float)
+    assert "sdpa_math" not in cell["tflops"]
+
+
+@pytest.mark.gpu
+def test_ceiling_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(grid, "CEILING", 1024)
+    assert grid.measure_ceiling(torch.device("cuda"))["tflops"] > 0

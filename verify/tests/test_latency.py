@@ -1,0 +1,149 @@
+"""What small calls cost: how it is measured, its record and its table."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from common import UsageError
+from common.bench import headline as measure
+from common.bench import latency
+from common.bench.peers import Peer
+from common.catalog import all_steps
+from common.operator import highest_step
+from common.record_schema import LATENCY_RECORD, problem
+from common.records import read_latency, write_record
+from common.report import tables
+from common.report.record_set import Profile, load_profile
+from common.runtime.cpu import CpuBackend
+from common.runtime.gpu import GpuBackend
+from verify.cases import BF16, Case, Shape
+from verify.reference import attention_reference
+from verify.tests.fake_records import fake_latency
+
+NEWEST = all_steps()[-1]
+TINY = Case("tiny", Shape(1, 2, 2, 33, 33, 64), BF16, causal=True)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """Loads the profile of a project with a record of small calls, changed as told."""
+
+    def load(**changes) -> Profile:
+        folder = tmp_path / "profiles" / "h200"
+        write_record(folder / "latency.json", fake_latency(NEWEST) | changes)
+        return load_profile(folder, tmp_path)
+
+    return load
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    """One of two peers is there, wrong by what is told; calls are made and not timed."""
+
+    def load(error, q, k, v, *, causal, without):
+        assert without == ("sdpa_math",)
+        o, _ = attention_reference(q, k, v, causal=causal, softmax_scale=TINY.scale)
+        peer = Peer(lambda: o + error, "torch")
+        return {"sdpa_flash": peer, "flash_attention_3": "not installed"}
+
+    def time_interleaved(calls, *, rounds, sleep_cycles):
+        return {name: [call() is None or 0.002] * rounds for name, call in calls.items()}
+
+    monkeypatch.setattr(measure, "_peak_memory", lambda call: (call(), 0))
+    monkeypatch.setattr(latency, "device_state", lambda: "not collected")
+    monkeypatch.setattr(latency, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(latency, "BURSTS", 1)
+    monkeypatch.setattr(latency, "CALLS", 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return lambda error: monkeypatch.setattr(latency, "load", partial(load, error))
+
+
+def test_measured_cell(without_a_gpu):
+    without_a_gpu(error=0.0)
+    cell = latency.measure_cell(CpuBackend(), NEWEST, TINY)
+    record = fake_latency(NEWEST) | {"cells": [cell]}
+    assert problem(record, LATENCY_RECORD) is None
+    assert cell["device_us"] == {name: [2.0] * 100 for name in (NEWEST.name, "sdpa_flash")}
+    assert {name: len(times) for name, times in cell["host_us"].items()} == {
+        NEWEST.name: 2,
+        "sdpa_flash": 2,
+    }
+    assert cell["missing"] == {"flash_attention_3": "not installed"}
+
+
+@pytest.mark.parametrize("error", [0.1, float("nan")])
+def test_a_wrong_call_is_not_timed(without_a_gpu, error):
+    without_a_gpu(error)
+    with pytest.raises(UsageError, match=r"sdpa_flash is wrong on tiny: an error of .* in o"):
+        latency.measure_cell(CpuBackend(), NEWEST, TINY)
+
+
+def test_the_warm_up_does_not_count(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = []
+    times = latency.time_host(lambda: calls.append(1))
+    assert len(times) == latency.BURSTS * latency.CALLS == len(calls) - latency.CALLS
+    assert min(times) > 0
+
+
+def test_table(profile):
+    text = tables.latency(profile())
+    assert text.splitlines()[:4] == [
+        f"| N | Mask | {NEWEST.name} | sdpa_flash | flash_attention_3 |",
+        "| ---: | --- | ---: | ---: | ---: |",
+        "| 128 | none | 5.0 / 19.5 | 50.0 / 200.0 | missing |",
+        "| 128 | causal | 5.0 / 19.5 | 50.0 / 200.0 | missing |",
+    ]
+    caption = text.splitlines()[-1]
+    assert "Microseconds on the NVIDIA H200: of the device / of the host." in caption
+    assert "median of 3 interleaved rounds" in caption
+    assert "median of 2 calls" in caption
+    assert "throttle reasons after: none" in caption
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": {"common/operator.py": "0"}},
+        {"sources": {NEWEST.name: {"code_sha256": "0"}}},
+    ],
+)
+def test_what_has_changed_since_is_not_shown(profile, changes):
+    assert tables.latency(profile(**changes)) == "not measured since the source changed"
+
+
+def test_without_a_record(tmp_path):
+    assert tables.latency(load_profile(tmp_path, tmp_path)) == "not measured"
+
+
+def test_an_unreadable_record_is_left_out(profile, capsys):
+    record = profile(cells=[fake_latency(NEWEST)["cells"][0] | {"host_us": {}}])
+    assert record.latency is None
+    assert "latency.json: the record: cells cannot be" in capsys.readouterr().err
+
+
+def test_record(monkeypatch, tmp_path):
+    made_up = fake_latency(NEWEST)
+    monkeypatch.setattr(latency, "GpuBackend", CpuBackend)
+    monkeypatch.setattr(latency, "versions", lambda: {"device": "NVIDIA H200"})
+    monkeypatch.setattr(latency, "highest_step", lambda *_: NEWEST)
+    monkeypatch.setattr(latency, "measure_cell", lambda *_: made_up["cells"][0])
+    monkeypatch.setattr(latency, "PROFILES_DIR", tmp_path)
+    path = latency.measure_latency()
+    assert path == tmp_path / "h200" / "latency.json"
+    record = read_latency(path.parent)
+    assert record["sources"] == made_up["sources"]
+    assert len(record["cells"]) == len(latency.CELLS)
+
+
+@pytest.mark.gpu
+def test_tiny_cell_on_a_gpu():
+    backend = GpuBackend()
+    step = highest_step(backend, TINY.specialization, *TINY.make(backend.device))
+    cell = latency.measure_cell(backend, step, TINY)
+    assert problem(fake_latency(step) | {"cells": [cell]}, LATENCY_RECORD) is None
+    assert step.name in cell["device_us"]
+    assert "sdpa_flash" in cell["host_us"]

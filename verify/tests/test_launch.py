@@ -1,0 +1,121 @@
+"""The structs that Python shares with C++ are laid out alike, and describe the right launches."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+
+import pytest
+import torch
+
+from common.runtime import launch, tensor_map
+from common.runtime.build import host_compiler
+from common.runtime.cpu import CpuBackend
+from common.source import ROOT
+from common.step import read_step
+from verify.tests.small_kernels import run, write_step
+
+STRUCTS = {
+    "Strides": launch._Strides,
+    "AttentionParams": launch.AttentionParams,
+    "Extent": launch._Extent,
+    "KernelLaunch": launch._KernelLaunch,
+    "Workspace": launch._Workspace,
+    "Box": launch.Box,
+    "LaunchDescriptor": launch.LaunchDescriptor,
+    "simt::TensorMapFields": tensor_map.TensorMapFields,
+}
+PROGRAM = """
+#include <stddef.h>
+#include <stdio.h>
+using Element = uint16_t;
+#include "launch.h"
+#include "simt/tensor_map.h"
+int main() {{
+    {statements}
+    printf("%d\\n", simt::VALID_TENSOR_MAP);
+}}
+"""
+
+
+def field_names(struct: type[ctypes.Structure]) -> list[str]:
+    return [name for name, _ in struct._fields_ if name != "_padding"]
+
+
+@pytest.fixture(scope="module")
+def told_by_cpp(tmp_path_factory) -> list[int]:
+    """Of each struct its size and each field's offset and size, then the magic number."""
+    statements = []
+    for name, struct in STRUCTS.items():
+        statements.append(f'printf("%zu\\n", sizeof({name}));')
+        statements += [
+            f'printf("%zu %zu\\n", offsetof({name}, {field}), sizeof({name}::{field}));'
+            for field in field_names(struct)
+        ]
+    folder = tmp_path_factory.mktemp("layout")
+    (folder / "layout.cpp").write_text(PROGRAM.format(statements="\n    ".join(statements)))
+    command = [
+        *host_compiler(),
+        "-std=c++20",
+        "-include",
+        "stdint.h",
+        f"-I{ROOT / 'common' / 'runtime'}",
+    ]
+    subprocess.run([*command, folder / "layout.cpp", "-o", folder / "layout"], check=True)
+    printed = subprocess.run([folder / "layout"], check=True, capture_output=True, text=True)
+    return [int(number) for number in printed.stdout.split()]
+
+
+def test_structs_have_the_same_layout_in_python_and_cpp(told_by_cpp) -> None:
+    numbers = iter(told_by_cpp)
+    for name, struct in STRUCTS.items():
+        assert next(numbers) == ctypes.sizeof(struct), name
+        for field in field_names(struct):
+            place = getattr(struct, field)
+            assert (next(numbers), next(numbers)) == (place.offset, place.size), f"{name}.{field}"
+    assert next(numbers) == tensor_map.VALID_TENSOR_MAP
+    assert ctypes.sizeof(launch.AttentionParams) % 128 == 0, "nvcc's alignas(128)"
+
+
+def descriptor(blocks_per_sm: int) -> launch.LaunchDescriptor:
+    """Of a kernel that asks for a block for each 64 queries of each head."""
+    descriptor = launch.LaunchDescriptor(alignment=16)
+    kernel = descriptor.kernels[0]
+    kernel.name = b"kernel"
+    kernel.grid[0] = launch._Extent(SIZE_SEQ_Q, 64)
+    kernel.grid[1] = launch._Extent(SIZE_HEADS, 1)
+    kernel.blocks_per_sm = blocks_per_sm
+    return descriptor
+
+
+SIZE_HEADS, SIZE_SEQ_Q = 1, 3  # of enum Size
+SIZES = launch.Sizes(batch=2, heads=3, kv_heads=1, seq_q=200, seq_k=100)  # 4 x 3 blocks
+
+
+@pytest.mark.parametrize(
+    ("blocks_per_sm", "multiprocessors", "blocks"),
+    [
+        (0, 1, 12),  # no limit
+        (1, 5, 5),
+        (2, 5, 10),
+        (3, 5, 12),  # fewer than there is room for
+        (1, 12, 12),
+        (1, 132, 12),
+    ],
+)
+def test_grid_is_limited(blocks_per_sm, multiprocessors, blocks):
+    plan = launch.evaluate(descriptor(blocks_per_sm), SIZES, multiprocessors)
+    assert [kernel.blocks for kernel in plan.kernels] == [blocks]
+
+
+def test_seeds_differ_in_the_number_of_multiprocessors(tmp_path):
+    """By their parity, so that no result of a check depends on how many there are."""
+    path = write_step(tmp_path, "grid", "if (t == 0) p.lse[block] = gridDim.x;").path
+    source = path.read_text()
+    path.write_text(source.replace("sizeof(Layout)}", "sizeof(Layout), .blocks_per_sm = 2}"))
+    blocks = []
+    for seed in range(4):
+        _, lse = run(read_step(path), CpuBackend(seed), torch.zeros(1, 1, 10, 8), num_lse=10)
+        blocks.append(int(lse[0]))
+        assert torch.equal(lse.isnan().sum(), torch.tensor(10 - blocks[-1]))
+    assert blocks == [4, 6, 4, 6]

@@ -1,0 +1,479 @@
+"""The SIMT runtime: what it computes is right, and what a kernel may not do is reported."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import UsageError
+from common.runtime import cpu
+from common.runtime.cpu import CpuBackend, SimtError
+from common.step import Specialization, Step
+from verify.tests.small_kernels import Fault, expect_report, run, write_faults, write_step
+
+# ---- order
+
+
+@pytest.fixture(scope="module")
+def order_step(tmp_path_factory) -> Step:
+    """lse [2, blocks, 64]: in which order a block's threads come to two barriers."""
+    return write_step(
+        tmp_path_factory.mktemp("order"),
+        "order",
+        """
+    if (t == 0) smem.counter = 0;
+    __syncthreads();
+    for (int round = 0; round < 2; ++round) {
+        p.lse[(round * gridDim.x + block) * blockDim.x + t] = smem.counter++;
+        __syncthreads();
+    }
+    // And in which order the blocks run, where they run one at a time.
+    if (t == 0) p.o[block * HEAD_DIM] = ++*static_cast<int*>(p.workspace[0]);
+""",
+        threads=64,
+    )
+
+
+def thread_orders(step: Step, seed: int) -> np.ndarray:
+    _, lse = run(step, CpuBackend(seed), torch.zeros(1, 1, 6, 8), num_lse=2 * 6 * 64)
+    return lse.view(12, 64).numpy()
+
+
+def test_thread_order_follows_the_seed(order_step, monkeypatch):
+    orders = {}
+    for seed in range(4):
+        orders[seed] = thread_orders(order_step, seed)
+        monkeypatch.setattr(cpu, "_num_cores", lambda: 1)
+        np.testing.assert_array_equal(thread_orders(order_step, seed), orders[seed])
+        monkeypatch.undo()
+    for order in orders.values():
+        assert (np.sort(order, axis=1) % 64 == np.arange(64)).all()
+    distinct = {tuple(row % 64) for order in orders.values() for row in order}
+    assert len(distinct) == 4 * 12, "an order repeats between seeds, blocks or rounds"
+
+
+def test_block_order_follows_the_seed(order_step, monkeypatch):
+    monkeypatch.setattr(cpu, "_num_cores", lambda: 1)
+    orders = set()
+    for seed in range(4):
+        o, _ = run(order_step, CpuBackend(seed), torch.zeros(1, 1, 6, 8), num_lse=2 * 6 * 64)
+        order = o[0, 0, :, 0].tolist()
+        assert sorted(order) == [0, 1, 2, 3, 4, 5]
+        orders.add(tuple(order))
+    assert len(orders) > 1
+
+
+# ---- elements
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_conversions(tmp_path, dtype):
+    """All values to float; values, their neighbours in float and halfway points back."""
+    step = write_step(
+        tmp_path,
+        "convert",
+        """
+    if (block) return;
+    const int n = p.seq_q * HEAD_DIM;
+    for (int i = t; i < n; i += blockDim.x) p.lse[i] = to_float(p.q[i]);
+    for (int i = t; i < n / 2; i += blockDim.x) {
+        float x;  // the elements of q are the halves of floats, too
+        memcpy(&x, p.q + 2 * i, sizeof(x));
+        p.o[i] = from_float<Element>(x);
+    }
+""",
+    )
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    _, floats = run(step, CpuBackend(), every.view(1, 1, -1, 8), num_lse=every.numel())
+    torch.testing.assert_close(floats, every.float(), rtol=0, atol=0, equal_nan=True)
+
+    bits = every.float().view(torch.int32)
+    half = 2**15 if dtype == torch.bfloat16 else 2**12
+    tiny = torch.arange(-300, 300) * 2.0**-26  # around fp16's subnormals
+    random = torch.randint(-(2**31), 2**31, (2**18,), generator=torch.Generator().manual_seed(0))
+    candidates = [bits, bits - 1, bits + 1, bits + half, bits + half - 1, bits + half + 1]
+    candidates += [tiny.view(torch.int32), random.int()]
+    x = torch.cat(candidates).view(torch.float32)
+    x = x[: x.numel() // 4 * 4]
+    o, _ = run(step, CpuBackend(), x.view(dtype).view(1, 1, -1, 8), num_lse=2 * x.numel())
+    rounded = o.flatten()[: x.numel()]
+    expected = x.to(dtype)
+    assert (rounded.isnan() == expected.isnan()).all()
+    number = ~expected.isnan()
+    assert torch.equal(rounded.view(torch.int16)[number], expected.view(torch.int16)[number])
+
+
+def test_mathematics(tmp_path):
+    """C's functions take floats as in CUDA: without a float version abs() would take integers."""
+    step = write_step(
+        tmp_path,
+        "mathematics",
+        """
+    static_assert(std::is_same_v<decltype(exp(p.softmax_scale)), float>);
+    const float nan = p.lse[1] * NAN;
+    p.lse[0] = abs(p.softmax_scale - 1.5f);
+    p.lse[1] = min(nan, 2.0f) + max(3.0f, nan);
+    p.lse[2] = exp2f(p.softmax_scale) + log2(p.softmax_scale + 8);
+    p.lse[3] = isinf(-INFINITY) + isnan(nan);
+""",
+        threads=1,
+    )
+    _, lse = run(step, CpuBackend(), torch.zeros(1, 1, 1, 8), num_lse=4)
+    assert lse.tolist() == [1.5, 5, 4, 2]
+
+
+# ---- warps
+
+
+def test_warp_collectives(tmp_path):
+    """lse [10, 64]: what each lane of two warps gets from every operation."""
+    step = write_step(
+        tmp_path,
+        "warp",
+        """
+    if (block) return;
+    const uint32_t all = 0xffffffff;
+    const int lane = t % 32;
+    float* result = p.lse + t;
+    *result = __shfl_xor_sync(all, float(t), 5);
+    *(result += 64) = __shfl_down_sync(all, t, 3);
+    *(result += 64) = __shfl_up_sync(all, uint32_t(t), 3);
+    *(result += 64) = __shfl_sync(all, double(t), lane + 34);
+    *(result += 64) = __shfl_sync(all, int64_t(t) << 40, 7) >> 40;
+    *(result += 64) = __ballot_sync(all, lane % 5 == 0) == 0x42108421u;
+    *(result += 64) = __any_sync(all, t == 40);
+    *(result += 64) = __all_sync(all, t != 40);
+    // Two halves of a warp in different places.
+    if (lane < 16) {
+        *(result += 64) = __shfl_xor_sync(0xffffu, t, 1);
+    } else {
+        *(result += 64) = __shfl_xor_sync(0xffff0000u, t, 2);
+    }
+    __syncwarp();
+    float sum = t;
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(all, sum, offset);
+    *(result += 64) = sum;
+""",
+        threads=64,
+    )
+    t = np.arange(64)
+    lane, warp = t % 32, t // 32 * 32
+    expected = [
+        t ^ 5,
+        np.where(lane + 3 < 32, t + 3, t),
+        np.where(lane >= 3, t - 3, t),
+        warp + (lane + 2) % 32,
+        warp + 7,
+        t >= 0,
+        t >= 32,
+        t < 32,
+        np.where(lane < 16, t ^ 1, t ^ 2),
+        warp * 32 + 31 * 16,
+    ]
+    for seed in range(3):
+        _, lse = run(step, CpuBackend(seed), num_lse=640)
+        np.testing.assert_array_equal(lse.view(10, 64).numpy(), expected)
+
+
+# ---- faults
+
+
+# What 48 threads (a full warp and half of one) execute.
+FAULTS = [
+    # With an even seed buffers end at a guard page, with an odd one they start there.
+    Fault(
+        "read_past_end", "p.lse[0] = p.k[16];", r"block \d, thread \d+: past the end of k \(64 b"
+    ),
+    Fault("read_before_start", "p.lse[0] = p.v[-1];", r"read .*: 4 bytes before the start of v", 1),
+    Fault(
+        "read_far_past_end", "p.lse[0] = p.q[99999];", "read .*: past the end of q .* byte 399996"
+    ),
+    Fault("write_past_end", "if (t == 7) p.o[16] = 1;", "write .*thread 7: past the end of o"),
+    Fault("write_before_start", "p.lse[-2] = 1;", "write .*: 8 bytes before the start of lse", 1),
+    Fault("write_workspace", "scores[9999] = 1;", r"write .*: past the end of workspace\[0\]"),
+    Fault("write_slack_end", "p.o[17] = 1;", "write in kernel test_kernel: past the end of o", 1),
+    Fault(
+        "write_slack_start", "p.o[-1] = 1;", "write in kernel test_kernel: before the start of o"
+    ),
+    Fault(
+        "write_input", "const_cast<float*>(p.q)[3] = 1;", "write to an input .*: at byte 12 of q"
+    ),
+    Fault(
+        "null", "static_cast<float*>(p.workspace[1])[t] = 1;", "write .*: through a null pointer"
+    ),
+    Fault(
+        "wild", "p.lse[0] = *reinterpret_cast<float*>(uintptr_t{1} << 40);", "in or near no buffer"
+    ),
+    Fault(
+        "smem_past_end",
+        "raw[272] = 1;",
+        r"write .*: past the end of shared memory \(260 bytes\), at byte 272",
+    ),
+    Fault(
+        "smem_before", "p.lse[0] = raw[-1];", "read .*: 1 bytes before the start of shared mem", 1
+    ),
+    Fault("smem_slack_end", "raw[270] = 1;", "write .*, block .: past the end of shared memory", 1),
+    Fault(
+        "smem_slack_start", "raw[-8] = 1;", "write .*, block .: before the start of shared memory"
+    ),
+    Fault(
+        "smem_too_small",
+        "shared_memory<double[33]>()[t % 2] = 1;",
+        "too little shared memory .*: the layout has 264 bytes, the launch descriptor asks for 260",
+    ),
+    Fault(
+        "smem_misaligned",
+        "struct alignas(64) Wide { float x[64]; }; shared_memory<Wide>().x[0] = 1;",
+        "misaligned shared memory .* asks for 260 bytes, not a multiple of 64",
+    ),
+    Fault(
+        "load_misaligned",
+        "p.lse[0] = load_float4(p.q + 1).x;",
+        "misaligned access .*: load_float4 @ needs a multiple of 16 .* at byte 4 of q",
+    ),
+    Fault(
+        "store_misaligned",
+        "const float x[4] = {}; store_vector(p.o + 2, x);",
+        "misaligned access .*: store_vector @ .* at byte 8 of o",
+    ),
+    Fault(
+        "last_collective",
+        "__syncthreads(); if (t == 3) p.o[20] = 1;",
+        r"thread 3: past the end of o.*\n  the last collective it passed: __syncthreads @",
+    ),
+    Fault(
+        "early_exit",
+        "if (t < 20) __syncthreads();",
+        "barrier divergence in kernel test_kernel, block .: no thread can go on"
+        r"\n  threads 0-19 wait at __syncthreads @\n  threads 20-47 have exited",
+    ),
+    Fault(
+        "two_barriers",
+        "if (t % 2) __syncthreads(); else if (t < 4) __syncwarp(1u << t); else\n__syncthreads();",
+        r"barrier divergence .*\n  threads 0, 2 have exited"
+        r"\n  threads 1, 3, 5, .* 47 wait at __syncthreads @"
+        r"\n  threads 4, 6, .* 46 wait at __syncthreads \(faults.cu:\d+\)",
+    ),
+    Fault(
+        "barrier_and_shuffle",
+        "if (t < 32) __syncthreads(); else __shfl_sync(0xffff, t, 0), __syncwarp(0xffff);",
+        r"barrier divergence .*\n  threads 0-31 wait at __syncthreads @\n  threads 32-47 have ex",
+    ),
+    Fault(
+        "exited_lane",
+        "if (t != 5 && t < 16) __shfl_xor_sync(0xffff, t, 1);",
+        r"lane that has exited .*\n  threads 0-4, 6-15 wait at __shfl_xor_sync @ with mask 0x0000f"
+        r"fff\n  threads 5, 16-47 have exited",
+    ),
+    Fault(
+        "own_lane_missing",
+        "if (t == 3) __shfl_sync(0x7, t, 0);",
+        "lane outside its own mask .*thread 3: __shfl_sync @ with mask 0x00000007, .* lane 3",
+    ),
+    Fault(
+        "no_such_lane",
+        "if (t >= 32) __shfl_down_sync(0xffffffff, t, 1);",
+        "mask with lanes that do not exist .*: __shfl_down_sync @ .*; the warp has 16 lanes",
+    ),
+    Fault(
+        "source_outside_mask",
+        "if (t < 8) __shfl_sync(0xff, t, t + 1);",
+        "shuffle from a lane outside the mask .*: __shfl_sync @ .*, where lane 7 reads lane 8",
+    ),
+    Fault(
+        "different_masks",
+        "if (t < 3) __shfl_sync(t ? 0x7 : 0x3, t, 0);",
+        r"with different masks .*\n  thread 0 waits at __shfl_sync @ with mask 0x00000003"
+        r"\n  threads 1-2 wait at __shfl_sync @ with mask 0x00000007\n  threads 3-47 have exited",
+    ),
+    Fault(
+        "different_places",
+        "if (t < 2) { if (t) __syncwarp(3); else __any_sync(3, 1); }",
+        r"in different places .*\n  thread 0 waits at __any_sync @ .*\n  thread 1 waits at __syncw",
+    ),
+    Fault(
+        "deadlock",
+        "if (t < 3) __syncwarp(t == 0 ? 0x3 : t == 1 ? 0x6 : 0x5);",
+        r"deadlock .*\n  thread 0 waits .* 0x00000003\n  thread 1 .* 0x00000006\n  thread 2 .*5\n",
+    ),
+    Fault("stack_overflow", "p.lse[0] = deep(t + 10000);", "stack overflow .* in thread"),
+    Fault(
+        "endless_loop", "for (volatile int i = 0; t == 9; ) i = 0;", "time limit .*thread 9: still"
+    ),
+]
+
+FAULT_GLOBALS = """
+// More stack than a thread has.
+__device__ __attribute__((noinline)) float deep(int n) {
+    volatile float local[100];
+    local[n % 100] = n;
+    return n ? deep(n - 1) + local[n % 100] : 0.0f;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def faults_step(tmp_path_factory) -> Step:
+    return write_faults(
+        tmp_path_factory.mktemp("faults"),
+        FAULTS,
+        "    char* raw = reinterpret_cast<char*>(&smem);\n    raw[t] = 0;",
+        globals_=FAULT_GLOBALS,
+    )
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_is_reported(faults_step, fault, monkeypatch):
+    monkeypatch.setattr(cpu, "MIN_TIME_LIMIT_S", 1)
+    expect_report(faults_step, FAULTS, fault)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_fault(faults_step, seed):
+    run(faults_step, CpuBackend(seed), scenario=-1)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 traps")
+def test_division_by_zero(tmp_path):
+    step = write_step(tmp_path, "division", "p.lse[0] = p.seq_q / (p.seq_q - p.seq_k);")
+    with pytest.raises(SimtError, match="integer division by zero in kernel test_kernel, block"):
+        run(step, CpuBackend())
+
+
+# ---- poison
+
+
+def test_poison(tmp_path):
+    """Shared memory, workspace, output and the gaps between strided rows are NaN at first."""
+    step = write_step(
+        tmp_path,
+        "poison",
+        """
+    if (t == 0) {
+        float* result = p.lse + 6 * block;
+        result[0] = smem.first[0] + 1;
+        result[1] = smem.second[31] + 1;
+        result[2] = scores[block] + 1;
+        result[3] = to_float(p.o[block * p.o_stride.row]) + 1;
+        result[4] = to_float(p.q[block / 2 * p.q_stride.row + HEAD_DIM]) + 1;
+        result[5] = to_float(p.q[block * p.q_stride.row]) + 1;
+    }
+    __syncthreads();
+    smem.first[t % 32] = smem.second[t % 32] = 0;  // must not be seen by the next block
+    p.o[block * p.o_stride.row] = p.q[block * p.q_stride.row];
+    if (p.softmax_scale == 1.0f && block == 1) p.o[HEAD_DIM] = p.q[0];  // a write to a gap
+""",
+    )
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        q = torch.zeros(1, 1, 3, 24, dtype=dtype)[..., :8]
+        o = torch.ones(1, 1, 3, 24, dtype=dtype)
+        _, lse = run(step, CpuBackend(), q, o=o[..., :8], num_lse=18)
+        assert lse.view(3, 6)[:, :5].isnan().all()
+        assert (lse.view(3, 6)[:, 5] == 1).all()
+        assert (o[..., :8:8] == 0).all()
+        assert (o[..., 8:] == 1).all()
+    with pytest.raises(SimtError, match=r"outside the output view: 1 .* first 8 elements"):
+        run(step, CpuBackend(), q, o=o[..., :8], num_lse=18, scenario=1)
+    assert (o[..., 8:] == 1).all()
+
+
+# ---- sanitizers
+
+
+@pytest.fixture(scope="module")
+def sanitized_step(tmp_path_factory) -> Step:
+    return write_step(
+        tmp_path_factory.mktemp("sanitized"),
+        "sanitized",
+        """
+    float local[4] = {};
+    float* alias = local;
+    __syncthreads();
+    switch (int(p.softmax_scale)) {
+        case 0: smem.first[t] = 1; break;
+        case 1: p.lse[0] = reinterpret_cast<const float4*>(p.q + 1)->x; break;
+        case 2: alias[t] = 1; break;
+        case 3: smem.counter = 0x7fffffff + p.seq_q; break;
+        case 4: p.lse[0] = p.q[16]; break;
+        case 5: if (t % 2) __syncthreads(); break;
+        case 6: if (t == 0) store_float4(smem.second + 32, {}); break;  // ends after the layout
+    }
+    __syncthreads();
+    p.lse[0] = local[t % 4];
+""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("scenario", "report"),
+    [
+        # Where two workers report the same place at once, the sanitizer may leave out the column.
+        (0, r"sanitized.cu:\d+(:\d+)?: runtime error: index \d+ out of bounds for type 'float"),
+        (1, "runtime error: .* misaligned address"),
+        (2, "insufficient space|stack-buffer-overflow"),
+        (3, "signed integer overflow"),
+        (4, "past the end of q"),
+        (5, r"barrier divergence .*\n  threads 0, 2"),
+        (6, "out-of-bounds write .*: past the end of shared memory"),
+    ],
+)
+def test_sanitizers(sanitized_step, scenario, report):
+    with pytest.raises(SimtError, match=report) as error:
+        run(sanitized_step, CpuBackend(sanitize=True), scenario=scenario)
+    first_line = str(error.value).splitlines()[0]
+    assert re.search(r"in kernel test_kernel, block \d", first_line)
+    assert len(str(error.value).splitlines()) < 20
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_sanitizers_accept(sanitized_step, seed):
+    run(sanitized_step, CpuBackend(seed, sanitize=True), scenario=-1)
+
+
+# ---- the backend
+
+
+def test_printf_goes_to_stderr(tmp_path, capsys):
+    step = write_step(tmp_path, "print", 'if (t == 0) printf("block %d\\n", block), p.lse[0] = 5;')
+    _, lse = run(step, CpuBackend())
+    assert lse.item() == 5
+    assert sorted(capsys.readouterr().err.split("\n")) == ["", "block 0", "block 1"]
+
+
+def test_compile_errors(tmp_path):
+    step = write_step(tmp_path, "static", "__shared__ float tile[32]; tile[t] = 0;")
+    with pytest.raises(UsageError, match=r"shared_memory<Layout>\(\)"):
+        run(step, CpuBackend())
+
+
+def test_kernel_name_and_size_are_checked(tmp_path):
+    step = write_step(tmp_path, "threads", "", threads=2000)
+    with pytest.raises(
+        SimtError, match="test_kernel has 2 blocks of 2000 threads; at most 2147483647 of 1024"
+    ):
+        run(step, CpuBackend())
+    step.path.write_text(step.path.read_text().replace("void test_kernel", "void other_kernel"))
+    with pytest.raises(SimtError, match='no kernel "test_kernel"'):
+        run(step, CpuBackend())
+
+
+def test_killed_program(faults_step, monkeypatch):
+    def killed(command, **options):
+        return subprocess.CompletedProcess(command, -9, b"", b"")
+
+    backend = CpuBackend()
+    backend.descriptor(faults_step, Specialization(8, "fp32", False))
+    monkeypatch.setattr(cpu.subprocess, "run", killed)
+    with pytest.raises(SimtError, match="ended by SIGKILL"):
+        run(faults_step, backend)
+
+
+def test_workspace_must_fit(faults_step, monkeypatch):
+    monkeypatch.setattr(cpu, "_available_bytes", lambda: 7)
+    with pytest.raises(UsageError, match="needs a workspace of 8 bytes, and 7 are free"):
+        run(faults_step, CpuBackend())

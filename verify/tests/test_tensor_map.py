@@ -1,0 +1,228 @@
+"""Tensor maps: what they say of a tensor, what no map can say, and that the kernels get them."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from common import attention
+from common.errors import UsageError
+from common.runtime.cpu import CpuBackend
+from common.runtime.driver import bindings, call
+from common.runtime.launch import Box, LaunchDescriptor
+from common.runtime.tensor_map import TensorMap, encode_for_cpu, encode_for_gpu, tensor_maps
+from common.step import read_step
+from verify.cases import contiguous, expanded, packed, padded, transposed
+
+NONE, B32, B64, B128 = range(4)  # enum Swizzle
+BF16 = torch.bfloat16
+
+
+def maps_of(t: torch.Tensor, box: Box, alignment: int = 16) -> dict[str, TensorMap]:
+    return tensor_maps("v08", LaunchDescriptor(alignment=alignment, k_box=box), q=t, k=t)
+
+
+@pytest.mark.parametrize(
+    ("layout", "strides"),
+    [
+        (contiguous, (128, 896, 2688)),
+        (transposed, (384, 128, 2688)),
+        (packed, (1152, 128, 8064)),
+        (padded, (144, 1296, 5184)),
+        (expanded, (128, 0, 896)),
+    ],
+)
+def test_a_map_says_how_the_tensor_lies(layout, strides) -> None:
+    _, t = layout((2, 3, 7, 64), dtype=BF16)
+    expected = TensorMap(t.data_ptr(), BF16, (64, 7, 3, 2), strides, 16, 64, B128)
+    assert maps_of(t, Box(16, 64, B128)) == {"k": expected}
+
+
+def test_strides_without_a_meaning_are_zero() -> None:
+    t = torch.zeros(7 * 64, dtype=BF16).as_strided((1, 1, 7, 64), (3, 5, 64, 1))
+    assert maps_of(t, Box(16, 64, B128))["k"].strides == (128, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("box", "dtype"),
+    [
+        (Box(1, 8, NONE), BF16),
+        (Box(256, 256, NONE), BF16),
+        (Box(256, 256, NONE), torch.float32),
+        (Box(64, 16, B32), BF16),
+        (Box(64, 32, B64), BF16),
+        (Box(64, 64, B128), torch.float16),
+        (Box(64, 8, B128), BF16),
+        (Box(64, 32, B128), torch.float32),
+    ],
+)
+def test_boxes_at_the_limits(box: Box, dtype: torch.dtype) -> None:
+    assert maps_of(torch.zeros(1, 1, 7, 64, dtype=dtype), box)
+
+
+@pytest.mark.parametrize(
+    ("box", "message"),
+    [
+        (Box(-1, 64, B128), "v08 asks for a k_box of -1 rows: it can have 1 to 256"),
+        (Box(257, 64, B128), "v08 asks for a k_box of 257 rows: it can have 1 to 256"),
+        (Box(16, 0, B128), "whose rows have 0 bytes: with its swizzle they can have 16 to 128"),
+        (Box(16, 60, B128), "whose rows have 120 bytes: .* in multiples of 16"),
+        (Box(16, 72, B128), "whose rows have 144 bytes: with its swizzle they can have 16 to 128"),
+        (Box(16, 40, B64), "whose rows have 80 bytes: with its swizzle they can have 16 to 64"),
+        (Box(16, 24, B32), "whose rows have 48 bytes: with its swizzle they can have 16 to 32"),
+        (Box(16, 264, NONE), "whose rows have 528 bytes: with its swizzle they can have 16 to 512"),
+    ],
+)
+def test_a_box_beyond_the_limits_is_refused(box: Box, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        maps_of(torch.zeros(1, 1, 7, 64, dtype=BF16), box)
+
+
+def test_a_step_with_a_map_must_ask_for_its_alignment() -> None:
+    t = torch.zeros(1, 1, 7, 64, dtype=BF16)
+    assert maps_of(t, Box(16, 64, B128), alignment=32)
+    with pytest.raises(UsageError, match="alignment of 8 bytes: its alignment must be a multiple"):
+        maps_of(t, Box(16, 64, B128), alignment=8)
+
+
+def test_a_stride_of_a_terabyte_is_refused() -> None:
+    def at(stride: int) -> torch.Tensor:
+        return torch.empty(0, dtype=BF16, device="meta").as_strided(
+            (2, 1, 7, 64), (stride, 0, 64, 1)
+        )
+
+    assert maps_of(at(2**39 - 8), Box(16, 64, B128))
+    with pytest.raises(UsageError, match=r"k has one of 1099511627776: pass k.contiguous\(\)"):
+        maps_of(at(2**39), Box(16, 64, B128))
+
+
+def test_without_cuda_bindings_the_package_is_named(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    maps = maps_of(torch.zeros(1, 1, 7, 64, dtype=BF16), Box(16, 64, B128))
+    with pytest.raises(UsageError, match=r"cannot be imported .* pip install cuda-bindings"):
+        encode_for_gpu("v08", maps)
+
+
+def test_a_driver_that_is_too_old_is_named(monkeypatch) -> None:
+    driver = MagicMock()
+    driver.cuDriverGetVersion.return_value = 0, 12020
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    with pytest.raises(UsageError, match=r"driver is of CUDA 12\.2: install one of CUDA 12\.4"):
+        bindings()
+    driver.cuDriverGetVersion.return_value = 0, 12040
+    assert bindings() is driver
+
+
+def test_a_call_of_the_driver_that_fails_is_named(monkeypatch) -> None:
+    driver = MagicMock()
+    driver.cuKernelGetParamInfo.return_value = driver.CUresult.CUDA_SUCCESS, 128, 768
+    driver.cuLibraryUnload.return_value = (SimpleNamespace(name="CUDA_ERROR_INVALID_HANDLE"),)
+    monkeypatch.setattr("common.runtime.driver.bindings", lambda: driver)
+    assert call("cuKernelGetParamInfo", "kernel", 0) == (128, 768)
+    with pytest.raises(RuntimeError, match="cuLibraryUnload says CUDA_ERROR_INVALID_HANDLE"):
+        call("cuLibraryUnload", "library")
+
+
+def test_what_the_driver_refuses_is_named(monkeypatch) -> None:
+    driver = MagicMock()
+    driver.cuTensorMapEncodeTiled.return_value = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"), 0
+    monkeypatch.setattr("common.runtime.tensor_map.bindings", lambda: driver)
+    maps = maps_of(torch.zeros(2, 1, 7, 64, dtype=BF16), Box(16, 64, B128))
+    message = (
+        r"v08 copies k by a tensor map, and the driver makes none \(CUDA_ERROR_INVALID_VALUE\) of "
+        r"sizes \(64, 7, 1, 2\) with strides of \(128, 0, 896\) bytes: pass k.contiguous\(\)"
+    )
+    with pytest.raises(UsageError, match=message):
+        encode_for_gpu("v08", maps)
+
+
+STEP = """\
+// maps -- tells what the runtime's tensor maps hold
+// change: none
+// why: none
+// limits: bf16; head_dim 8-256 by 8; sm_90a
+#include "attention.cuh"
+#include "tensor_map.h"
+
+extern "C" {
+__constant__ LaunchDescriptor launch_descriptor = {
+    .alignment = 16,
+    .kernels = {{.name = "test_kernel", .grid = {{BATCH, 1 << 20}}, .threads = 1}},
+    .q_box = {16, 64, SWIZZLE_128B},
+    .v_box = {32, 32, SWIZZLE_64B},
+    .o_box = {64, 16, SWIZZLE_NONE},
+};
+
+__global__ void test_kernel(const __grid_constant__ AttentionParams p) {
+    float* told = p.lse;
+    const auto tell = [&](const TensorMap& map, const Element* at, const Strides& stride) {
+        const auto& fields = reinterpret_cast<const simt::TensorMapFields&>(map);
+        *told++ = fields.valid == simt::VALID_TENSOR_MAP;
+        *told++ = fields.valid && fields.address == reinterpret_cast<uintptr_t>(at);
+        *told++ = fields.strides[0] == 2 * stride.row && fields.strides[1] == 2 * stride.head &&
+                  fields.strides[2] == 2 * stride.batch;
+        for (int size : fields.sizes) *told++ = size;
+        *told++ = fields.box_rows;
+        *told++ = fields.box_columns;
+        *told++ = fields.swizzle;
+        *told++ = fields.element_bytes;
+    };
+    tell(p.q_map, p.q, p.q_stride);
+    tell(p.k_map, p.k, p.k_stride);
+    tell(p.v_map, p.v, p.v_stride);
+    tell(p.o_map, p.o, p.o_stride);
+}
+}
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_kernel_on_the_cpu_gets_the_maps(tmp_path, seed: int) -> None:
+    path = tmp_path / "maps.cu"
+    path.write_text(STEP)
+    _, q = transposed((2, 4, 5, 64), dtype=BF16)
+    _, k = contiguous((2, 2, 9, 64), dtype=BF16)
+    _, v = expanded((2, 2, 9, 64), dtype=BF16)
+    _, o = padded((2, 4, 5, 64), dtype=BF16)
+    lse = torch.zeros(4, 11)
+    backend = CpuBackend(seed)
+    backend.forward(read_step(path), q, k, v, o, lse, causal=False, softmax_scale=1.0)
+    assert lse.tolist() == [
+        [True, True, True, 64, 5, 4, 2, 16, 64, B128, 2],
+        [False, False, False, 0, 0, 0, 0, 0, 0, 0, 0],
+        [True, True, True, 64, 9, 2, 2, 32, 32, B64, 2],
+        [True, True, True, 64, 5, 4, 2, 64, 16, NONE, 2],
+    ]
+
+
+def test_the_runtimes_bits_fill_a_map() -> None:
+    maps = maps_of(torch.zeros(1, 1, 7, 64, dtype=BF16), Box(16, 64, B128))
+    assert {name: len(bits) for name, bits in encode_for_cpu(maps).items()} == {"k": 128}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [contiguous, transposed, packed, padded, expanded])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_driver_takes_every_layout(layout, batch: int) -> None:
+    _, t = layout((batch, 3, 7, 64), dtype=BF16, device="cuda")
+    first = encode_for_gpu("v08", maps_of(t, Box(16, 64, B128)))["k"]
+    second = encode_for_gpu("v08", maps_of(t, Box(32, 64, B128)))["k"]
+    assert len(first) == len(second) == 128
+    assert first != second
+
+
+@pytest.mark.gpu
+def test_a_new_thread_gets_maps() -> None:
+    """It is in no CUDA context before its first call."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("v08 needs exactly sm_90a")
+    q = torch.randn(1, 2, 33, 64, dtype=BF16, device="cuda")
+    expected = attention(q, q, q, step="v08")
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(attention, q, q, q, step="v08").result()
+    assert torch.equal(found, expected)

@@ -1,0 +1,433 @@
+"""The generated parts of worklog.md and README.md, and the plots, on fake records."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from common.catalog import all_steps, find_step
+from common.errors import UsageError
+from common.records import write_record
+from common.report import markdown as worklog
+from common.report import plots
+from common.report.diagrams.ampere import figures
+from common.report.expressions import evaluate
+from common.report.markdown import regenerate
+from common.report.plots import same_plot
+from common.report.record_set import load_profile
+from common.source import ROOT
+from common.step import read_step
+from verify.tests.fake_records import fake_record, fake_static_record, fake_timeline
+
+V01, V02, V03, V04 = all_steps()[:4]
+README = """# Title
+<!-- table: results --><!-- end -->
+<!-- table: grid --><!-- end -->
+It takes <!-- = v02.time_ms : .1f -->0<!-- end --> ms.
+"""
+WORKLOG = """# Title
+<!-- table: results --><!-- end -->
+<!-- table: memory --><!-- end -->
+<!-- table: peers --><!-- end -->
+<!-- table: counters --><!-- end -->
+<!-- table: grid --><!-- end -->
+<!-- table: latency --><!-- end -->
+<!-- table: sass --><!-- end -->
+<!-- table: banks --><!-- end -->
+<!-- table: resources v02 --><!-- end -->
+<!-- table: experiments v02 --><!-- end -->
+"""
+FIGURES = [f"figures/{name}" for name in figures()]
+PLOTS = ["profiles/h200/steps.svg", "profiles/h200/roofline.svg"]
+GENERATED = ["README.md", "worklog.md", *PLOTS, *FIGURES]
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A project with records of v01 (its memory grows with N squared) and v02, of one run."""
+    first = fake_record(V01, time_ms=40.0)
+    first["memory"] = [{"seq": 512, "bytes": 10**9}, {"seq": 1024, "bytes": 4 * 10**9}]
+    write_record(tmp_path / "profiles/h200/v01.json", first)
+    write_record(tmp_path / "profiles/h200/v02.json", fake_record(V02, baseline=V01, time_ms=20.0))
+    (tmp_path / "README.md").write_text(README)
+    (tmp_path / "worklog.md").write_text(WORKLOG)
+    return tmp_path
+
+
+def profile_of(root):
+    return load_profile(root / "profiles" / "h200", root)
+
+
+def table_row(text: str, name: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith((f"| [{name}]", f"| {name}")))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_regenerate_is_stable(root):
+    assert regenerate(root) == GENERATED
+    assert regenerate(root) == []
+    assert regenerate(root, check=True) == []
+
+
+def test_tables(root):
+    regenerate(root)
+    readme, text = (root / "README.md").read_text(), (root / "worklog.md").read_text()
+    row = table_row(readme, "v02")
+    assert row[2:] == [
+        "20",
+        "27.49",
+        "4.0%",
+        "2.00 ×",
+        "111",
+        "3 KiB",
+        "12 B",
+        "68.0 MB",
+        "1.0e-03",
+    ]
+    assert table_row(readme, "v01")[5] == ""
+    assert table_row(readme, "v03")[2] == "not measured"
+    assert table_row(readme, "sdpa_math")[1] == "missing"
+    assert table_row(readme, "flash_attention_3")[4] == "100.0%"
+    assert "It takes <!-- = v02.time_ms : .1f -->20.0<!-- end --> ms." in readme
+    assert "| 1024 | 4.00 GB | 20.0 MB | 200 × |" in text
+    assert "missing: out of memory" in text
+    assert "| `attention_forward` | 111 | 1 KiB | 2 KiB | 0 B | 4 B | 8 B |" in text
+
+
+def test_another_gpu_gets_a_table_of_its_own(root):
+    record = fake_record(V02) | {"device": "NVIDIA GeForce RTX 4090"}
+    write_record(root / "profiles/geforce_rtx_4090/v02.json", record)
+    changed = regenerate(root)
+    assert "profiles/geforce_rtx_4090/steps.svg" in changed
+    assert "profiles/geforce_rtx_4090/roofline.svg" not in changed  # its ceilings are not known
+    readme = (root / "README.md").read_text()
+    assert readme.index("NVIDIA H200;") < readme.index("On the NVIDIA GeForce RTX 4090:")
+
+
+def test_without_records_nothing_is_made_up(root):
+    for path in (root / "profiles/h200").iterdir():
+        path.unlink()
+    assert regenerate(root) == ["README.md", "worklog.md", *FIGURES]
+    readme = (root / "README.md").read_text()
+    assert "-->not measured<!--" in readme
+    assert table_row(readme, "v01")[2:4] == ["not measured", ""]
+
+
+def test_timeline_is_drawn_from_its_record(root):
+    patch = "common/bench/timelines/v09.patch"
+    (root / patch).parent.mkdir(parents=True)
+    (root / patch).write_text((ROOT / patch).read_text())
+    assert regenerate(root) == GENERATED
+    name = "profiles/h200/timelines/v09.svg"
+    record = fake_timeline(find_step(patch))
+    write_record(root / name.replace("svg", "json"), record)
+    assert regenerate(root, check=True) == [name]
+    assert regenerate(root) == [name]
+    svg = (root / name).read_text()
+    (root / name).write_text(svg.replace("2200 clocks", "2000 clocks"))
+    assert regenerate(root, check=True) == [name]
+    write_record(root / name.replace("svg", "json"), record | {"code_sha256": "0" * 64})
+    assert regenerate(root) == [name]
+    assert "v09 (stale)" in (root / name).read_text()
+
+
+def test_stale_record_is_called_stale(root):
+    write_record(root / "profiles/h200/v02.json", fake_record(V02) | {"code_sha256": "0" * 64})
+    regenerate(root)
+    readme = (root / "README.md").read_text()
+    assert table_row(readme, "v02")[0].endswith("(stale)")
+    assert "-->not measured since the source changed<!--" in readme
+
+
+def test_unreadable_record_does_not_stop_the_others(root, capsys):
+    (root / "profiles/h200/v01.json").write_text("{")
+    regenerate(root)
+    assert "v01.json" in capsys.readouterr().err
+    readme = (root / "README.md").read_text()
+    assert table_row(readme, "v01")[2] == "not measured"
+    assert table_row(readme, "v02")[2] == "20"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("README.md", "-->20.0<", "-->21.0<"),
+        ("README.md", "| 27.49 |", "| 99.99 |"),
+        ("worklog.md", "4.00 GB", "3.00 GB"),
+        ("profiles/h200/steps.svg", "27.5", "99.9"),
+        ("profiles/h200/roofline.svg", "v02", "v09"),
+        ("figures/swizzle_banks.svg", "8 wavefronts", "7 wavefronts"),
+    ],
+)
+def test_check_finds_an_edit(root, name, old, new):
+    regenerate(root)
+    path = root / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    assert regenerate(root, check=True) == [name]
+    assert path.read_text() != text  # a check mends nothing
+    assert regenerate(root) == [name]
+    assert path.read_text() == text
+
+
+def test_labels_of_ten_steps_do_not_overlap(root):
+    """Fast steps come close to each other and to the roof of the tensor cores."""
+    profile = profile_of(root)
+    rates = [2.1, 21, 27, 37, 130, 210, 360, 640, 700, 760]
+    records = {
+        f"v{number:02}": profile.records["v02"] | {"tflops": rate}
+        for number, rate in enumerate(rates, 1)
+    }
+    for figure in plots.figures(replace(profile, records=records)).values():
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        texts = [text for text in figure.axes[0].texts if text.get_text()]
+        assert len(texts) > len(rates)
+        boxes = [text.get_window_extent(canvas.get_renderer()) for text in texts]
+        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+
+
+@pytest.mark.parametrize(("head_dim", "serial"), [(64, 495), (128, 660), (256, 792)])
+def test_ceiling_of_the_exponentials(head_dim, serial):
+    h200 = plots.CEILINGS["h200"]
+    clock_ghz = 1.83  # of the datasheet: 132 multiprocessors of 4096 FLOP a clock are its 989.5
+    peak = 132 * 16 * 4 * head_dim * clock_ghz / 1000
+    assert plots.exponential_tflops(h200, head_dim) == pytest.approx(peak, rel=1e-3)
+    assert plots.serial_tflops(h200, head_dim) == pytest.approx(serial, abs=0.5)
+
+
+def test_check_finds_a_missing_plot(root):
+    regenerate(root)
+    (root / "profiles/h200/steps.svg").unlink()
+    assert regenerate(root, check=True) == ["profiles/h200/steps.svg"]
+
+
+def test_plot_of_another_matplotlib_is_compared_by_its_data(root):
+    regenerate(root)
+    svg = (root / "profiles/h200/steps.svg").read_text()
+    other = re.sub(r"Matplotlib v[\d.]+", "Matplotlib v0.1", svg).replace("27.5", "27.50")
+    assert same_plot(other, svg)
+    assert not same_plot(re.sub(r"sha256 .", "sha256 -", other), svg)
+    assert not same_plot("", svg)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("worklog.md", "<!-- table: memory --><!-- end -->", "", "<!-- table: memory -->"),
+        ("worklog.md", "memory --><!-- end -->", "memory -->", "no <!-- end -->"),
+        ("README.md", "0<!-- end --> ms", "0 ms", "no <!-- end -->"),
+        ("README.md", "table: results", "table: result", "marker <!-- table: result -->"),
+        ("README.md", "v02.time_ms", "v02.time", "no 'time'"),
+        ("README.md", "v02.time_ms", "v77.time_ms", "no 'v77'"),
+    ],
+)
+def test_a_wrong_marker_leaves_the_file_alone(root, name, old, new, message):
+    regenerate(root)
+    path = root / name
+    broken = {"README.md": README, "worklog.md": WORKLOG}[name].replace(old, new)
+    path.write_text(broken)
+    (root / "profiles/h200/steps.svg").unlink()
+    with pytest.raises(UsageError, match=re.escape(name)) as error:
+        regenerate(root)
+    assert message in str(error.value)
+    assert path.read_text() == broken
+    assert (root / "profiles/h200/steps.svg").exists()  # the rest is done
+
+
+def test_a_missing_file_is_named(root):
+    (root / "worklog.md").unlink()
+    with pytest.raises(UsageError, match=r"worklog\.md"):
+        regenerate(root)
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("v02.time_ms", "20.0"),
+        ("v02.tflops : .1f", "27.5"),
+        ("v02.tflops / v01.tflops : .2f", "2.00"),
+        ("v02.time_ms / v01.time_ms : .0%", "50%"),
+        ("v02.time_ms * 1000 / 2 : .0f", "10000"),
+        ("v02.registers", "111"),
+        ("v02.spill_bytes", "12"),
+        ("v02.fa3_share : .1%", "4.0%"),
+        ("v02.gain : .1f", "2.0"),
+        ("v01.gain : .1f", "not measured"),
+        ("v02.memory_gb.1024 : .3f", "0.020"),
+        ("v02.resources.attention_forward.dynamic_smem : ,", "2,048"),
+        ("v02.environment.after.sm_clock_mhz", "1000"),
+        ("v02.git.commit", "not collected"),
+        ("v02.ncu.attention_scores.cycles : .2e", "not collected"),
+        ("v03.time_ms : .1f", "not measured"),
+        ("v03.time_ms / v02.time_ms : .1f", "not measured"),
+        ("peers.sdpa_cudnn.time_ms : .2f", "1.00"),
+        ("peers.sdpa_math.time_ms : .2f", "missing"),
+    ],
+)
+def test_expression(root, expression, text):
+    assert evaluate(expression, profile_of(root)) == text
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "v02",
+        "v02.",
+        "v02.tflop",
+        "v02.tflops + 1",
+        "v02.tflops : q",
+        "v02.shape",
+        "v02.time_ms.x",
+        "v99.time_ms",
+        "peers.none.time_ms",
+        "experiments.none.time_ms",
+        "__import__('os')",
+    ],
+)
+def test_expression_that_means_nothing(root, expression):
+    with pytest.raises(UsageError):
+        evaluate(expression, profile_of(root))
+
+
+def test_times_of_different_runs_are_not_compared(root):
+    write_record(
+        root / "profiles/h200/v02.json", fake_record(V02, baseline=V01, run="2000-01-02 b")
+    )
+    profile = profile_of(root)
+    assert evaluate("v02.tflops / v01.tflops : .1f", profile) == "not measured together"
+    assert evaluate("v02.registers / v01.registers : .1f", profile) == "1.0"
+    assert profile.newest["step"] == "v02"
+
+
+def test_gain_over_a_changed_baseline_is_not_shown(root):
+    assert evaluate("v02.gain : .1f", profile_of(root)) == "2.0"
+    record = fake_record(V02, baseline=V01)
+    record["baseline"]["code_sha256"] = "0" * 64
+    write_record(root / "profiles/h200/v02.json", record)
+    assert evaluate("v02.gain : .1f", profile_of(root)) == "not measured"
+
+
+def test_experiments(root):
+    lines = V02.path.read_text().splitlines()
+    patch = (
+        "tries: nothing\npredicts: no change\n"
+        f"--- a/steps/{V02.path.name}\n+++ b/steps/{V02.path.name}\n@@ -1,3 +1,4 @@\n"
+        + "".join(f" {line}\n" for line in lines[:2])
+        + "+// nothing\n"
+    )
+    folder = root / "experiments"
+    folder.mkdir()
+    (folder / "v02_nothing.patch").write_text(patch)
+    regenerate(root)
+    row = table_row((root / "worklog.md").read_text(), "v02_nothing")
+    assert row[1:] == ["nothing", "no change", "", "not measured", "", "", ""]
+    (patched,) = profile_of(root).patches
+    record = fake_record(read_step(patched.write()), baseline=V02, time_ms=10.0)
+    write_record(root / "profiles/h200/experiments/v02_nothing.json", record)
+    regenerate(root)
+    row = table_row((root / "worklog.md").read_text(), "v02_nothing")
+    assert row[3:] == ["20", "10", "2.00 ×", "111", "0 B"]
+    assert evaluate("experiments.v02_nothing.gain : .1f", profile_of(root)) == "2.0"
+    static = fake_static_record(read_step(patched.write()))
+    write_record(root / "profiles/static/v02_nothing.json", static)
+    assert evaluate("experiments.v02_nothing.banks.ldmatrix_x4.ideal", profile_of(root)) == "5120"
+    (root / "worklog.md").write_text(WORKLOG.replace("<!-- table: experiments v02 -->", ""))
+    with pytest.raises(UsageError, match="experiments v02"):
+        regenerate(root)
+
+
+@pytest.fixture
+def static_root(root):
+    """The project with static records of v01, v02 and v03."""
+    not_compiled = fake_static_record(V01) | {"compiled": "not collected", "banks": []}
+    no_sass = fake_static_record(V03)
+    no_sass["compiled"]["sass"] = "not collected"
+    for record in (not_compiled, fake_static_record(V02), no_sass):
+        write_record(root / f"profiles/static/{record['step']}.json", record)
+    return root
+
+
+def test_static_tables(static_root, capsys):
+    assert regenerate(static_root) == GENERATED
+    assert not capsys.readouterr().err  # static/ is not taken for a GPU's records
+    text = (static_root / "worklog.md").read_text()
+    sass, banks = text[text.index("table: sass") :].split("<!-- table: banks -->")
+    resources = ["111", "0 B", "12 B"]
+    assert table_row(sass, "v01")[1:3] == ["not collected", ""]
+    opcodes = ["200", "128", "0", "64"]
+    assert table_row(sass, "v02 `attention_forward`")[1:8] == [*resources, *opcodes]
+    assert table_row(sass, "v03 `attention_forward`")[1:6] == [*resources, "not collected", ""]
+    assert "Compiled for sm_1 by nvcc 1.0: head_dim 128, bf16" in sass
+    assert [line for line in banks.splitlines() if line.startswith("| v02")] == [
+        "| v02 | `ldmatrix_x4(a)` | 4 → 32 | 7168 |",
+        "| v02 | `ldmatrix_x4(b)` | 4 → 4 | 0 |",
+        "| v02 | `store_uint4` | 4 → 4 | 0 |",
+    ]
+    assert "| v01" not in banks
+
+
+def test_stale_static_record_is_called_stale(static_root):
+    record = fake_static_record(V02) | {"code_sha256": "0" * 64}
+    write_record(static_root / "profiles/static/v02.json", record)
+    regenerate(static_root)
+    text = (static_root / "worklog.md").read_text()
+    assert "| v02 | stale | " in text[text.index("table: sass") :]
+    assert "| v02 | stale |  |  |" in text[text.index("table: banks") :]
+    for expression in ("v02.sass.attention_forward.HMMA", "v02.banks.store_uint4.conflicts"):
+        value = evaluate(expression, profile_of(static_root))
+        assert value == "not measured since the source changed"
+    assert evaluate("v02.registers", profile_of(static_root)) == "111"
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("v02.sass.attention_forward.HMMA", "128"),
+        ("v02.sass.attention_forward.LDL", "0"),
+        ("v02.sass.attention_forward.FADD", "8"),
+        ("v02.sass.attention_forward.instructions", "200"),
+        ("v02.banks.ldmatrix_x4.conflicts : ,", "7,168"),
+        ("v02.banks.ldmatrix_x4.wavefronts / v02.banks.ldmatrix_x4.accesses : .1f", "9.6"),
+        ("v01.sass.attention_scores.HMMA", "not collected"),
+        ("v03.sass.attention_forward.HMMA", "not collected"),
+        ("v03.banks.store_uint4.ideal", "2304"),
+        ("v04.sass.attention_forward.HMMA", "not measured"),
+    ],
+)
+def test_static_expression(static_root, expression, text):
+    assert evaluate(expression, profile_of(static_root)) == text
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "v02.sass",
+        "v02.sass.attention_forward.HMA",
+        "v02.banks.ldmatrix_x4.line",
+        "v01.banks.x.ideal",
+    ],
+)
+def test_static_expression_that_means_nothing(static_root, expression):
+    with pytest.raises(UsageError):
+        evaluate(expression, profile_of(static_root))
+
+
+def test_main_reports(root, monkeypatch, capsys):
+    monkeypatch.setattr(worklog, "regenerate", lambda check: ["README.md"])
+    assert worklog.main(["--check"]) == 1
+    assert "README.md differs" in capsys.readouterr().out
+    assert worklog.main([]) == 0
+
+    def broken(check):
+        raise UsageError("worklog.md: missing marker")
+
+    monkeypatch.setattr(worklog, "regenerate", broken)
+    assert worklog.main([]) == 2
+    assert capsys.readouterr().err == "error: worklog.md: missing marker\n"
