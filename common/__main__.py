@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from verify.cases import find_cases
 from verify.check import check_steps
 from verify.compile_gate import compile_all
 
 from .bench.ncu import collect
-from .bench.static_analysis import PROBLEM, count_bank_conflicts, static_path, static_record
+from .bench.static_analysis import count_bank_conflicts, static_path, static_record
 from .bench.timeline import timeline_patch, timeline_record
 from .catalog import all_steps, find_step
 from .cli import Parser, guarded
 from .errors import UsageError
+from .problem import COUNTED
 from .records import PROFILES_DIR, gpu_folder, is_stale, read_records, write_record
 from .report import tables
 from .report import terminal as summary
@@ -67,7 +67,7 @@ def _why_not_timed(step: Step) -> str | None:
     """None where there is a GPU that runs the step."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
-    return GpuBackend().refusal(step, find_cases(["headline"])[0].specialization)
+    return GpuBackend().refusal(step, step.operation.headline.specialization)
 
 
 def _report_regenerated() -> None:
@@ -179,7 +179,7 @@ def _write(path: Path, record: dict) -> None:
 
 
 def _print_bank_conflicts(places: list[dict]) -> None:
-    problem = f"{PROBLEM.shape.seq_q} queries and {PROBLEM.shape.seq_k} keys"
+    problem = f"{COUNTED.shape.seq_q} queries and {COUNTED.shape.seq_k} keys"
     print(f"\nShared memory, counted by the SIMT runtime on {problem}:\n")
     print(summary.bank_conflicts(places), flush=True)
 

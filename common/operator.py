@@ -6,7 +6,6 @@ finds out about some inputs, it keeps for the next ones that lie alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -14,9 +13,10 @@ import torch
 from .cache import Cache
 from .catalog import all_steps, find_step
 from .errors import UsageError
-from .runtime.backend import DTYPE_NAMES, Backend, empty_outputs
+from .operation import FORWARD
+from .runtime.backend import DTYPE_NAMES, Backend, Call, empty_outputs, specialization
 from .runtime.launch import check_alignment
-from .step import Specialization, Step
+from .step import Step
 
 ADDRESS_BITS = 63  # of an address: no step asks for rows at multiples of more than 64 bytes
 
@@ -52,9 +52,8 @@ def _forward(
     )
     # fmt: on
     call = _calls.get(key) or _calls.add(key, _prepare(q, k, v, causal, step))
-    o, lse = empty_outputs(q)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    call(q, k, v, o, lse, softmax_scale=scale)
+    o, lse = empty_outputs(FORWARD, (q, k, v))
+    call(q, k, v, o, lse, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
     return o, lse
 
 
@@ -62,7 +61,7 @@ def _fake(q, k, v, causal, softmax_scale, step) -> tuple[torch.Tensor, torch.Ten
     """Outputs without contents."""
     _refuse_grad(q, k, v)
     _validate(q, k, v)
-    return empty_outputs(q)
+    return empty_outputs(FORWARD, (q, k, v))
 
 
 # One for all devices, so that a device that has no backend is refused in our words.
@@ -79,16 +78,13 @@ def _refuse_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, step: str | None
-) -> Callable[..., list[torch.Tensor]]:
+) -> Call:
     """What computes it: Backend.prepare of the step, or of the highest that can run it."""
     _validate(q, k, v)
     backend = _backend(q.device)
-    if step is None:
-        spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal)
-        chosen = highest_step(backend, spec, q, k, v)
-    else:
-        chosen = find_step(step)
-    return backend.prepare(chosen, q, k, causal=causal)
+    chosen = highest_step(backend, q, k, v, causal) if step is None else find_step(step)
+    tensors = (q, k, v, *empty_outputs(FORWARD, (q, k, v)))
+    return backend.prepare(chosen, tensors, causal=causal)
 
 
 def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -140,16 +136,17 @@ def _backend(device: torch.device) -> Backend:
 
 
 def highest_step(
-    backend: Backend, spec: Specialization, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> Step:
     """What attention() takes where it is given no step. Raises UsageError where none can run."""
+    spec = specialization((q, k, v), causal)
     refusals: dict[str, str] = {}
     for step in reversed(all_steps()):
         reason = backend.refusal(step, spec)
         if reason is None:
             alignment = backend.descriptor(step, spec).alignment
             try:
-                check_alignment(step.name, alignment, q=q, k=k, v=v)
+                check_alignment(step.name, alignment, {"q": q, "k": k, "v": v})
                 return step
             except UsageError as error:
                 reason = str(error)

@@ -7,24 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UsageError
+from .operation import Operation, operation_of
+from .problem import Specialization
 from .source import code_sha256
 
 _LIMITS = re.compile(
     r"(?P<dtypes>[a-z0-9]+(?:, [a-z0-9]+)*); "
     r"head_dim (?P<lowest>\d+)-(?P<highest>\d+) by (?P<multiple>\d+); (?P<arch>sm_\d+a?)"
 )
-
-
-@dataclass(frozen=True)
-class Specialization:
-    """What a step is compiled for. dtype is "bf16", "fp16" or "fp32"."""
-
-    head_dim: int
-    dtype: str
-    causal: bool
-
-    def __str__(self) -> str:
-        return f"d{self.head_dim}_{self.dtype}{'_causal' if self.causal else ''}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +59,11 @@ class Step:
     why: str
     limits: Limits
     code_sha256: str  # of its code and its headers', without comments
+
+    @property
+    def operation(self) -> Operation:
+        """What the step computes, by the letter of its name."""
+        return operation_of(self.name)
 
     def require(self, spec: Specialization) -> None:
         """Raises UsageError where the step cannot run spec."""

@@ -10,37 +10,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from common.errors import UsageError
-from common.runtime.backend import DTYPE_NAMES
-from common.step import Specialization
+from common.problem import HEADLINE, Problem, Shape, Specialization
+from common.runtime.backend import DTYPE_NAMES, DTYPES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@dataclass(frozen=True)
-class Shape:
-    batch: int
-    heads: int
-    kv_heads: int
-    seq_q: int
-    seq_k: int
-    head_dim: int
-
-    @property
-    def q(self) -> tuple[int, ...]:
-        return (self.batch, self.heads, self.seq_q, self.head_dim)
-
-    @property
-    def kv(self) -> tuple[int, ...]:
-        return (self.batch, self.kv_heads, self.seq_k, self.head_dim)
-
-    def __str__(self) -> str:
-        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        return f"{self.batch}x{heads}x{self.seq_q}x{self.seq_k}x{self.head_dim}"
 
 
 # A layout allocates a tensor [batch, heads, seq, head_dim] as a view of a larger one, filled with
@@ -212,9 +190,23 @@ class Case:
     softmax_scale: float | None = None
     gpu_only: bool = False
 
+    @classmethod
+    def of(cls, name: str, problem: Problem) -> Case:
+        """The problem with normally distributed inputs."""
+        return cls(name, problem.shape, DTYPES[problem.dtype], problem.causal)
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.shape, DTYPE_NAMES[self.dtype], self.causal)
+
+    @property
+    def arguments(self) -> dict:
+        """What a call takes beside its tensors."""
+        return {"causal": self.causal, "softmax_scale": self.scale}
+
     @property
     def specialization(self) -> Specialization:
-        return Specialization(self.shape.head_dim, DTYPE_NAMES[self.dtype], self.causal)
+        return self.problem.specialization
 
     @property
     def scale(self) -> float:
@@ -348,7 +340,7 @@ CASES = (
     Case("head_dim_256", Shape(1, 3, 3, 145, 170, 256), FP16, causal=True, inputs=sudden_logits),
     Case("head_dim_256_fp32", Shape(1, 1, 1, 145, 170, 256), FP32, causal=True),
     # Sizes that only a GPU gets through.
-    Case("headline", Shape(4, 16, 16, 4096, 4096, 128), BF16, gpu_only=True),
+    replace(Case.of("headline", HEADLINE), gpu_only=True),
     Case("headline_causal", Shape(2, 16, 4, 4096, 4096, 128), BF16, causal=True, gpu_only=True),
     Case("long_16k", Shape(1, 2, 1, 16384, 16381, 64), BF16, causal=True, gpu_only=True),
     Case("many_scores", Shape(1, 33, 33, 8192, 8192, 64), BF16, gpu_only=True),  # over 2^31

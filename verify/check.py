@@ -103,7 +103,7 @@ def run(
     """o (contiguous), lse and a list of problems: writes beside o where its layout leaves gaps."""
     storage, view = case.make_output(backend.device)
     lse = torch.full(q.shape[:3], torch.nan, device=backend.device)
-    backend.forward(step, q, k, v, view, lse, causal=case.causal, softmax_scale=case.scale)
+    backend.launch(step, q, k, v, view, lse, **case.arguments)
     o = view.contiguous().clone()
     view.fill_(torch.nan)
     written = (~storage.isnan()).sum().item()

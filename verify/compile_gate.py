@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import product
 
-from common.bench.static_analysis import PROBLEM, headline_arch
+from common.bench.static_analysis import headline_arch
 from common.catalog import all_steps
+from common.problem import COUNTED, Specialization
 from common.report.record_set import spill_bytes
 from common.report.tables import markdown
 from common.runtime.build import build_cubin, parse_resources
-from common.step import Specialization, Step
+from common.step import Step
 
 HEAD_DIMS = (64, 128, 256)
 # The steps that have local memory, and where: a thread of v03 keeps a query row of O, 256 floats in
@@ -31,7 +32,7 @@ def compile_all() -> int:
         for step in all_steps()
         for arch in dict.fromkeys((step.limits.arch, headline_arch(step)))
         for spec in (
-            _specializations(step) if arch == headline_arch(step) else [PROBLEM.specialization]
+            _specializations(step) if arch == headline_arch(step) else [COUNTED.specialization]
         )
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

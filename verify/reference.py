@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import torch
 
+from common.operation import Operation
+
 MAX_SCORES = 2**24  # scores held at once, so that long sequences fit in memory
+
+
+def oracle_of(operation: Operation) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The function of the inputs, causal and the scalars that computes the outputs in float64."""
+    return globals()[operation.oracle]
+
+
+def yardstick_of(operation: Operation) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The same with every intermediate in the inputs' dtype."""
+    return globals()[operation.yardstick]
 
 
 def attention_reference(

@@ -1,11 +1,11 @@
-"""Measures the steps and their peers over a grid of shapes: profiles/<gpu>/grid.json.
+"""Measures the steps and their peers at every problem of the grid: profiles/<gpu>/grid.json.
 
 Every cell of the grid is an interleaved run of its own. The record's keys are those of
-common/bench/headline.py, but for these:
+headline.py, but for these:
 
 sources    the hashes of each step that was measured
 ceiling    what the same timer says of a large matrix product by torch: its sizes and median rate
-cells      in the order of CELLS
+cells      in the order of common.problem.GRID
 tflops     of a cell: the median rate of each step, then of each peer, or why it is missing
 routes     which code a peer runs
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -25,10 +25,12 @@ import torch
 from tqdm import tqdm
 
 from verify.accuracy import expect
-from verify.cases import BF16, Case, Shape
+from verify.cases import Case
 
 from ..catalog import all_steps
 from ..errors import UsageError
+from ..operation import FORWARD
+from ..problem import GRID as GRID_PROBLEMS
 from ..records import (
     GRID,
     GRID_PREVIOUS,
@@ -40,13 +42,10 @@ from ..records import (
 )
 from ..runtime.gpu import GpuBackend
 from ..step import Step
-from .device_state import device_state, git_state, versions
-from .headline import describe_cell, outcome, require_right, try_call, try_steps
+from .device_state import git_state, versions
 from .peers import Peer, load
-from .timing import summarize, time_interleaved
-
-# FlashAttention's convention: the same number of tokens and the same hidden size in every cell.
-TOKENS, HIDDEN = 16384, 2048
+from .timing import summarize, time_interleaved, time_rounds
+from .trial import describe_cell, require_right, try_call, try_steps
 
 FIRST_STEP = "v04"  # the steps before are slower, and v01 and v02 hold all scores
 WITHOUT = ("sdpa_math",)  # holds all scores, too: nobody would choose it for these lengths
@@ -57,22 +56,12 @@ CELL_SECONDS = 3.0
 LEAST_ROUNDS, MOST_ROUNDS = 10, 30
 
 
-def _cells() -> Iterator[Case]:
-    for head_dim, causal, seq in product((64, 128, 256), (False, True), (1024, 4096, 16384)):
-        heads = HIDDEN // head_dim
-        shape = Shape(TOKENS // seq, heads, heads, seq, seq, head_dim)
-        yield Case(f"d{head_dim}{'_causal' if causal else ''}_{seq}", shape, BF16, causal)
-    # Llama 3 of 70 billion parameters: eight heads share a head of K and V.
-    for causal, seq in product((False, True), (4096, 16384)):
-        shape = Shape(1, 64, 8, seq, seq, 128)
-        yield Case(f"gqa{'_causal' if causal else ''}_{seq}", shape, BF16, causal)
-
-
-CELLS = tuple(_cells())
+CELLS = tuple(Case.of(name, problem) for name, problem in GRID_PROBLEMS.items())
 
 
 def grid_steps() -> list[Step]:
-    return [step for step in all_steps() if step.name >= FIRST_STEP]
+    steps = [step for step in all_steps() if step.operation == FORWARD]
+    return [step for step in steps if step.name >= FIRST_STEP]
 
 
 def measure_grid() -> Path:
@@ -143,26 +132,26 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
     peers = load(q, k, v, causal=case.causal, without=WITHOUT)
     for name, peer in peers.items():
         if isinstance(peer, Peer):
-            trials[name] = try_call(peer.forward, oracle)
+            trials[name] = try_call(peer.forward, FORWARD, oracle)
         else:
             missing[name] = peer
     for name, trial in trials.items():
         require_right(name, trial, case, expected)
     calls = {name: trial.call for name, trial in trials.items()}
-    rounds = affordable_rounds(_seconds(calls.values()))
-    before = device_state()
-    samples = time_interleaved(calls, rounds=rounds)
-    after = device_state()
-    outcomes = {name: outcome(trial, samples[name], case) for name, trial in trials.items()}
+    timed = time_rounds(calls, rounds=affordable_rounds(_seconds(calls.values())))
+    flops = FORWARD.flops(case.problem)
+    outcomes = {
+        name: trial.outcome(timed.samples_ms[name], flops) for name, trial in trials.items()
+    }
     return {
-        **describe_cell(case, before, after),
+        **describe_cell(case.name, case.problem, timed.environment),
         "tflops": {
             name: outcomes[name]["tflops"] if name in outcomes else {"missing": missing[name]}
             for name in (*(step.name for step in steps), *peers)
         },
         "routes": {name: peer.route for name, peer in peers.items() if isinstance(peer, Peer)},
         "errors": {name: trial.errors for name, trial in trials.items()},
-        "samples_ms": samples,
+        "samples_ms": timed.samples_ms,
     }
 
 

@@ -1,10 +1,10 @@
 """Measures what one call costs where there is little to compute: profiles/<gpu>/latency.json.
 
-The record's keys are those of common/bench/headline.py, but for these:
+The record's keys are those of headline.py, but for these:
 
 sources    the hashes of the step that attention() chooses
 host       SHA-256 of the files that a call of attention() runs on the host, by path
-cells      in the order of CELLS
+cells      in the order of common.problem.LATENCY
 device_us  of a cell: what the device took for each round's launch of the step alone, and for each
            peer's call
 host_us    what the host took for each call of attention(), under the step's name, and of each peer
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -24,10 +23,12 @@ import torch
 from tqdm import tqdm
 
 from verify.accuracy import expect
-from verify.cases import BF16, Case, Shape
+from verify.cases import Case
 
 from .. import attention
+from ..operation import FORWARD
 from ..operator import highest_step
+from ..problem import LATENCY as LATENCY_PROBLEMS
 from ..records import (
     LATENCY,
     PROFILES_DIR,
@@ -40,9 +41,9 @@ from ..runtime.backend import empty_outputs
 from ..runtime.gpu import GpuBackend
 from ..step import Step
 from .device_state import device_state, git_state, versions
-from .headline import describe_cell, require_right, try_call
 from .peers import Peer, load
 from .timing import time_interleaved
+from .trial import describe_cell, require_right, try_call
 
 WITHOUT = ("sdpa_math",)  # several kernels: nobody would choose it for small calls
 ROUNDS = 100
@@ -50,10 +51,7 @@ SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than the host launches a
 # Calls that the host makes before it waits: fewer than the device's queue has room for.
 BURSTS, CALLS = 10, 20
 
-CELLS = tuple(
-    Case(f"n{seq}{'_causal' if causal else ''}", Shape(1, 16, 16, seq, seq, 128), BF16, causal)
-    for seq, causal in product((128, 256, 512, 1024), (False, True))
-)
+CELLS = tuple(Case.of(name, problem) for name, problem in LATENCY_PROBLEMS.items())
 
 
 def measure_latency() -> Path:
@@ -63,7 +61,7 @@ def measure_latency() -> Path:
     """
     backend = GpuBackend()
     q, k, v = CELLS[0].make(backend.device)
-    step = highest_step(backend, CELLS[0].specialization, q, k, v)
+    step = highest_step(backend, q, k, v, CELLS[0].causal)
     progress = tqdm(CELLS, "latency", unit="cell", leave=False, disable=None)
     record = {
         "schema": SCHEMA,
@@ -87,12 +85,10 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
     calls = {step.name: partial(attention, q, k, v, causal=case.causal)}
     calls |= {name: peer.forward for name, peer in peers.items() if isinstance(peer, Peer)}
     for name, call in calls.items():
-        require_right(name, try_call(call, (expected.o, expected.lse)), case, expected)
-    launch = partial(
-        backend.prepare(step, q, k, causal=case.causal),
-        *(q, k, v, *empty_outputs(q)),
-        softmax_scale=case.scale,
-    )
+        trial = try_call(call, FORWARD, (expected.o, expected.lse))
+        require_right(name, trial, case, expected)
+    tensors = (q, k, v, *empty_outputs(FORWARD, (q, k, v)))
+    launch = partial(backend.prepare(step, tensors, causal=case.causal), *tensors, case.scale)
     before = device_state()
     device_ms = time_interleaved(
         calls | {step.name: launch}, rounds=ROUNDS, sleep_cycles=SLEEP_CYCLES
@@ -100,7 +96,7 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
     host_us = {name: time_host(call) for name, call in calls.items()}
     after = device_state()
     return {
-        **describe_cell(case, before, after),
+        **describe_cell(case.name, case.problem, {"before": before, "after": after}),
         "device_us": {
             name: [round(1000 * time, 3) for time in times] for name, times in device_ms.items()
         },

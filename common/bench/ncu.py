@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from verify.cases import find_cases
+from verify.cases import Case
 
 from ..catalog import find_step
 from ..errors import UsageError
@@ -132,9 +132,8 @@ def _run_once(step: Step) -> None:
     from ..runtime.gpu import GpuBackend
 
     backend = GpuBackend()
-    case = find_cases(["headline"])[0]
-    inputs = case.make(backend.device)
-    run(backend, step, *inputs, causal=case.causal, softmax_scale=case.scale)
+    case = Case.of("headline", step.operation.headline)
+    run(backend, step, *case.make(backend.device), **case.arguments)
     torch.cuda.synchronize()
 
 

@@ -6,7 +6,7 @@
                 entry for each place in the source
     shape       of the problem they were counted on
 
-The specialization is that of the headline case.
+The specialization is that of the headline problem.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from verify.cases import Shape, find_cases
+from verify.cases import Case
 
 from ..catalog import all_steps
 from ..errors import UsageError
+from ..problem import COUNTED
 from ..record_schema import STATIC_RECORD
 from ..records import (
     PROFILES_DIR,
@@ -35,7 +36,6 @@ from .device_state import NOT_COLLECTED
 from .sass import count_instructions
 
 HOPPER = "sm_90"
-PROBLEM = replace(find_cases(["headline"])[0], shape=Shape(1, 1, 1, 128, 256, 128))
 
 
 def headline_arch(step: Step) -> str:
@@ -55,11 +55,7 @@ def static_record(step: Step) -> dict:
         "title": step.title,
         "source": _source(step).relative_to(ROOT).as_posix(),
         "code_sha256": step.code_sha256,
-        "shape": {
-            **asdict(PROBLEM.shape),
-            "dtype": PROBLEM.specialization.dtype,
-            "causal": PROBLEM.causal,
-        },
+        "shape": COUNTED.as_record(),
         "compiled": _compiled(step),
         "banks": count_bank_conflicts(step),
     }
@@ -72,11 +68,9 @@ def static_path(step: Step) -> Path:
 
 def count_bank_conflicts(step: Step) -> list[dict]:
     """The record's banks. Raises UsageError where the step does not run."""
-    q, k, v = PROBLEM.make("cpu")
+    case = Case.of("headline", COUNTED)  # seeded by its name
     try:
-        accesses = CpuBackend().count_shared_accesses(
-            step, q, k, v, causal=PROBLEM.causal, softmax_scale=PROBLEM.scale
-        )
+        accesses = CpuBackend().count_shared_accesses(step, *case.make("cpu"), **case.arguments)
     except SimtError as error:
         raise UsageError(str(error).splitlines()[0]) from None
     lines = step.path.read_text(encoding="utf-8").splitlines()
@@ -122,7 +116,7 @@ def _compiled(step: Step) -> dict | str:
         _warn("registers and instructions", reason)
         before = read_records(static_path(step).parent, STATIC_RECORD).get(step.name)
         return before["compiled"] if before and not is_stale(before, step) else NOT_COLLECTED
-    spec, arch = PROBLEM.specialization, headline_arch(step)
+    spec, arch = COUNTED.specialization, headline_arch(step)
     build = build_cubin(step, spec, arch)
     resources = parse_resources(build.log)
     smem_bytes = {

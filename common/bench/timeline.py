@@ -12,24 +12,23 @@ The first tile's copy starts at clock 0.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
 
-from verify.cases import Case, Inputs, find_cases
+from verify.cases import Case, Inputs
 
 from ..catalog import find_step
 from ..errors import UsageError
 from ..record_schema import CONSUMER_EVENTS, OUTPUT_EVENTS, PRODUCER_EVENTS
 from ..records import SCHEMA
-from ..runtime.backend import Backend
+from ..runtime.backend import Backend, empty_outputs
 from ..runtime.gpu import GpuBackend
 from ..source import ROOT
 from ..step import Step
 from .device_state import device_state, git_state, versions
-from .headline import new_run
+from .trial import new_run
 
 # enum Event of the patches
 EVENTS = (*PRODUCER_EVENTS, *CONSUMER_EVENTS, *OUTPUT_EVENTS)
@@ -49,7 +48,7 @@ def timeline_record(step: Step) -> dict:
     source = timeline_patch(step)
     patched = find_step(source)
     backend = GpuBackend(poison=True)
-    case = find_cases(["headline"])[0]
+    case = Case.of("headline", patched.operation.headline)
     inputs = case.make(backend.device)
     before = device_state()
     for _ in range(RUNS):
@@ -65,21 +64,15 @@ def timeline_record(step: Step) -> dict:
         "git": git_state(),
         **versions(),
         "environment": {"before": before, "after": after},
-        "shape": {
-            **asdict(case.shape),
-            "dtype": case.specialization.dtype,
-            "causal": case.causal,
-        },
+        "shape": case.problem.as_record(),
         **read_samples(samples),
     }
 
 
 def take_samples(backend: Backend, patched: Step, case: Case, inputs: Inputs) -> torch.Tensor:
     """The samples of one run, [tiles, warpgroups, EVENTS]; poison, -1, where there is none."""
-    q = inputs[0]
-    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
-    arguments = {"causal": case.causal, "softmax_scale": case.scale}
-    (workspace,) = backend.forward(patched, *inputs, o, lse, **arguments)
+    outputs = empty_outputs(patched.operation, inputs)
+    (workspace,) = backend.launch(patched, *inputs, *outputs, **case.arguments)
     descriptor = backend.descriptor(patched, case.specialization)
     by_tile = workspace.cpu().view(torch.int64).view(-1, descriptor.workspace[0].shape[0].tile)
     warpgroups = descriptor.kernels[0].threads // WARPGROUP

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
+
+from .device_state import device_state
 
 
 def time_interleaved(
@@ -57,6 +60,21 @@ def time_interleaved(
         name: [round(start.elapsed_time(end), 6) for start, end in pairs[warmup:]]
         for name, pairs in events.items()
     }
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Samples by candidate, one a round, and the device's state before and after."""
+
+    samples_ms: dict[str, list[float]]
+    environment: dict
+
+
+def time_rounds(candidates: dict[str, Callable[[], object]], **options) -> Rounds:
+    """time_interleaved() with what a record says of the device around it."""
+    before = device_state()
+    samples_ms = time_interleaved(candidates, **options)
+    return Rounds(samples_ms, {"before": before, "after": device_state()})
 
 
 def summarize(samples_ms: list[float]) -> dict[str, float]:

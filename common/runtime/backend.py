@@ -1,21 +1,35 @@
-"""The interface that both backends, common/runtime/gpu.py and common/runtime/cpu.py, offer."""
+"""The interface that both backends, gpu.py and cpu.py, offer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from ..step import Specialization, Step
+from ..errors import NotEnoughMemoryError
+from ..operation import Operation
+from ..problem import Specialization
+from ..step import Step
 from .launch import LaunchDescriptor
 
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# A step ready for one kind of call: a function of the tensors, in the order of the operation's
+# operands, and of its scalars. Returns the bytes of the step's workspaces.
+Call = Callable[..., list[torch.Tensor]]
 
 
 class Backend(Protocol):
-    """Runs steps on torch tensors of one kind of device."""
+    """Runs steps on torch tensors of one kind of device.
+
+    The tensors of a call are the inputs and outputs of the step's operation, in its order. For the
+    forward one: q [batch, heads, seq_q, head_dim], k and v [batch, kv_heads, seq_k, head_dim], o
+    like q: bf16, fp16 or fp32, last dimension contiguous; lse float32 [batch, heads, seq_q],
+    contiguous. They agree with each other (common.attention and verify/ see to that).
+    """
 
     name: str  # "gpu" or "cpu"
     device: torch.device  # where its tensors live
@@ -29,57 +43,53 @@ class Backend(Protocol):
     def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
         """The launch descriptor in the compiled module."""
 
-    def forward(
-        self,
-        step: Step,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        causal: bool,
-        softmax_scale: float,
-    ) -> list[torch.Tensor]:
-        """Launches the step into o and lse; returns the bytes of its workspaces.
+    def prepare(self, step: Step, tensors: Sequence[torch.Tensor], *, causal: bool) -> Call:
+        """For calls that are repeated with tensors that lie as these: only addresses may differ.
 
-        q [batch, heads, seq_q, head_dim], k and v [batch, kv_heads, seq_k, head_dim], o like q:
-        bf16, fp16 or fp32, last dimension contiguous; lse float32 [batch, heads, seq_q],
-        contiguous. The arguments agree with each other (common.attention and verify/ see to that).
         Raises UsageError where the step cannot run them.
         """
 
-    def prepare(
-        self, step: Step, q: torch.Tensor, k: torch.Tensor, *, causal: bool
-    ) -> Callable[..., list[torch.Tensor]]:
-        """forward() of that step, without the arguments step and causal.
+    def launch(
+        self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
+    ) -> list[torch.Tensor]:
+        """Prepares and calls; the outputs among the tensors are written.
 
-        For calls that are repeated: all tensors of such a call must lie as in the first one, and q
-        and k like these; only the addresses may differ. Raises UsageError as forward() does.
+        Returns the bytes of the workspaces. Raises UsageError as prepare() does.
         """
 
 
 def run(
-    backend: Backend,
-    step: Step,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Backend.forward into new outputs: o and lse."""
-    o, lse = empty_outputs(q)
-    backend.forward(step, q, k, v, o, lse, causal=causal, softmax_scale=softmax_scale)
-    return o, lse
+    backend: Backend, step: Step, *inputs: torch.Tensor, causal: bool, **scalars: float
+) -> tuple[torch.Tensor, ...]:
+    """Backend.launch into new outputs, which it returns."""
+    outputs = empty_outputs(step.operation, inputs)
+    backend.launch(step, *inputs, *outputs, causal=causal, **scalars)
+    return outputs
 
 
-def empty_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A new o, laid out like q where that leaves its rows whole, and a new lse."""
-    o = torch.empty_like(q)
-    if o.stride(-1) != 1:  # q's axes overlap
-        o = torch.empty_like(q, memory_format=torch.contiguous_format)
-    # torch.empty takes numbers faster than a shape.
-    batch, heads, seq_q, _ = q.shape
-    return o, torch.empty(batch, heads, seq_q, dtype=torch.float32, device=q.device)
+def not_enough_memory(step: Step, workspace_bytes: int, free_bytes: int) -> NotEnoughMemoryError:
+    return NotEnoughMemoryError(
+        f"{step.name} needs a workspace of {workspace_bytes} bytes, and {free_bytes} are free: use "
+        "shorter sequences, or a step that stores no scores"
+    )
+
+
+def specialization(tensors: Sequence[torch.Tensor], causal: bool) -> Specialization:
+    """What a step is compiled for to take these tensors, the first of which is strided."""
+    return Specialization(tensors[0].shape[-1], DTYPE_NAMES[tensors[0].dtype], causal)
+
+
+def empty_outputs(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """New outputs: a strided one lies like the input with its axes where that keeps rows whole."""
+    outputs = []
+    for operand in operation.outputs:
+        like = inputs[operation.like(operand)]
+        if operand.strided:
+            output = torch.empty_like(like)
+            if output.stride(-1) != 1:  # the axes of the input overlap
+                output = torch.empty_like(like, memory_format=torch.contiguous_format)
+        else:
+            # torch.empty takes numbers faster than a shape.
+            output = torch.empty(*like.shape[:-1], dtype=torch.float32, device=like.device)
+        outputs.append(output)
+    return tuple(outputs)

@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import UsageError
+from ..problem import Specialization
 from ..source import DEVICE_DIR, ROOT, included_headers
-from ..step import Specialization, Step
+from ..step import Step
 
 BUILD_DIR = ROOT / "build"
 
@@ -145,9 +146,7 @@ def cubin_flags(spec: Specialization, arch: str) -> list[str]:
         "-lineinfo",
         f"-gencode=arch={arch.replace('sm_', 'compute_')},code={arch}",
         "-Xptxas=-v",
-        f"-DHEAD_DIM={spec.head_dim}",
-        f"-DELEMENT={spec.dtype}",
-        f"-DCAUSAL={int(spec.causal)}",
+        *spec.defines,
     ]
 
 

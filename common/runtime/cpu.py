@@ -1,8 +1,8 @@
 """The SIMT backend: executes steps on the CPU to check them; simt/ says what it watches for.
 
 A step becomes a program of its own, so that nothing a kernel does can hurt this process. The
-program reads one request (struct Request of simt/run.cpp) from stdin and writes o, lse,
-workspaces and counts to stdout, or a report of what a kernel did wrong to stderr.
+program reads one request (struct Request of simt/run.cpp) from stdin and writes outputs, workspaces
+and counts to stdout, or a report of what a kernel did wrong to stderr.
 """
 
 from __future__ import annotations
@@ -14,20 +14,31 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ..errors import NotEnoughMemoryError
-from ..step import Specialization, Step
-from .backend import DTYPE_NAMES
+from ..operation import Operation
+from ..problem import Specialization
+from ..step import Step
+from .backend import Call, empty_outputs, not_enough_memory, specialization
 from .build import compile_cached, host_compiler
-from .launch import LaunchDescriptor, Sizes, check_alignment, evaluate, pack, strides
+from .launch import (
+    LaunchDescriptor,
+    check_alignment,
+    descriptor_type,
+    evaluate,
+    pack,
+    params_type,
+    sizes_of,
+    strided_tensors,
+    strides,
+)
 from .tensor_map import encode_for_cpu, tensor_maps
 
 SIMT_DIR = Path(__file__).parent / "simt"
@@ -79,9 +90,13 @@ class SharedAccess:
 
 class _BufferRequest(ctypes.Structure):
     _fields_ = [
+        ("name", ctypes.c_char * 16),
         ("bytes", ctypes.c_int64),
         ("alignment", ctypes.c_int32),
         ("misalignment", ctypes.c_int32),
+        ("address_at", ctypes.c_int32),
+        ("map_at", ctypes.c_int32),
+        ("is_input", ctypes.c_int32),
     ]
 
 
@@ -100,7 +115,8 @@ class _Request(ctypes.Structure):
         ("workers", ctypes.c_int32),
         ("time_limit_s", ctypes.c_int32),
         ("count_banks", ctypes.c_int32),
-        ("buffers", _BufferRequest * 7),
+        ("calls", ctypes.c_int32),
+        ("buffers", _BufferRequest * 16),
         ("kernels", _KernelRequest * 3),
     ]
 
@@ -108,8 +124,10 @@ class _Request(ctypes.Structure):
 class CpuBackend:
     """Runs steps on CPU tensors. Implements common.runtime.backend.Backend.
 
-    The seed orders blocks and threads, and its parity chooses which end of each buffer touches a
-    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer.
+    The seed orders blocks and threads. Its parity chooses which end of each buffer touches a guard
+    page, how many multiprocessors there are, and whether a call launches the step's kernels once
+    or, where it is odd, twice: what the first launch left behind must not matter.
+    sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer.
     """
 
     name = "cpu"
@@ -127,82 +145,90 @@ class CpuBackend:
             *_runtime(self.sanitize),  # before the flag that says that all further files are C++
             *_flags(self.sanitize),
             *STEP_FLAGS,
-            f"-DHEAD_DIM={spec.head_dim}",
-            f"-DELEMENT={spec.dtype}",
-            f"-DCAUSAL={int(spec.causal)}",
+            *spec.defines,
         ]
         name = f"{step.path.stem}_{spec}_simt{'_sanitize' if self.sanitize else ''}"
         return compile_cached(host_compiler(), flags, step.path, SIMT_DIR, name).path
 
     def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
-        return _read_descriptor(self.build(step, spec))
+        return _read_descriptor(step.operation, self.build(step, spec))
 
-    def forward(
-        self,
-        step: Step,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        causal: bool,
-        softmax_scale: float,
+    def launch(
+        self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
     ) -> list[torch.Tensor]:
-        """Launches the step into o and lse and waits. Also raises SimtError."""
-        return self._execute(step, q, k, v, o, lse, causal, softmax_scale, count_banks=False)[0]
+        """Launches the step and waits. Also raises SimtError."""
+        values = [scalars[name] for name in step.operation.scalars]
+        return self._execute(step, tensors, values, causal, count_banks=False)[0]
 
-    def prepare(
-        self, step: Step, q: torch.Tensor, k: torch.Tensor, *, causal: bool
-    ) -> Callable[..., list[torch.Tensor]]:
-        return partial(self.forward, step, causal=causal)
+    def prepare(self, step: Step, tensors: Sequence[torch.Tensor], *, causal: bool) -> Call:
+        count = len(tensors)
+
+        def call(*arguments) -> list[torch.Tensor]:
+            tensors, scalars = arguments[:count], arguments[count:]
+            return self._execute(step, tensors, scalars, causal, count_banks=False)[0]
+
+        return call
 
     def count_shared_accesses(
-        self,
-        step: Step,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool,
-        softmax_scale: float,
+        self, step: Step, *inputs: torch.Tensor, causal: bool, **scalars: float
     ) -> list[SharedAccess]:
         """Runs the step once: its accesses to shared memory through a wrapper, in source order."""
-        o = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:3])
-        return self._execute(step, q, k, v, o, lse, causal, softmax_scale, count_banks=True)[1]
+        tensors = (*inputs, *empty_outputs(step.operation, inputs))
+        values = [scalars[name] for name in step.operation.scalars]
+        return self._execute(step, tensors, values, causal, count_banks=True)[1]
 
     def _execute(
         self,
         step: Step,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        scalars: Sequence[float],
         causal: bool,
-        softmax_scale: float,
         count_banks: bool,
     ) -> tuple[list[torch.Tensor], list[SharedAccess]]:
         """The workspaces, and the accesses: none unless count_banks."""
-        spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal)
+        operation = step.operation
+        spec = specialization(tensors, causal)
         step.require(spec)
         program = self.build(step, spec)
-        descriptor = _read_descriptor(program)
-        plan = evaluate(descriptor, Sizes.of(q, k), MULTIPROCESSORS + self.seed % 2)
-        check_alignment(step.name, plan.alignment, q=q, k=k, v=v, o=o)
-        maps = tensor_maps(step.name, descriptor, q=q, k=k, v=v, o=o)
+        descriptor = _read_descriptor(operation, program)
+        multiprocessors = MULTIPROCESSORS + self.seed % 2
+        plan = evaluate(descriptor, sizes_of(operation, tensors), multiprocessors)
+        strided = strided_tensors(operation, tensors)
+        check_alignment(step.name, descriptor.alignment, strided)
+        maps = tensor_maps(step.name, descriptor, strided)
         _check_memory(step, sum(plan.workspace_bytes))
 
-        inputs = [_poisoned_span(t) for t in (q, k, v)]
-        for span, t in zip(inputs, (q, k, v), strict=True):
-            _elements(span, t)[...] = t.detach().view(_INTEGERS[t.element_size()]).numpy()
-        o_span = _poisoned_span(o)
-        buffers = [
-            _BufferRequest(span.nbytes, 16, t.data_ptr() % 16)
-            for span, t in zip((*inputs, o_span, lse), (q, k, v, o, lse), strict=True)
-        ]
-        buffers += [_BufferRequest(bytes_, 256, 0) for bytes_ in plan.workspace_bytes]
+        # The program fills the addresses in: of each tensor, of its tensor map, of each workspace.
+        zeros = [0] * len(tensors)
+        params = pack(operation, tensors, scalars, encode_for_cpu(maps), zeros, [])
+        fields = params_type(operation)
+        spans = [_poisoned_span(t) for t in tensors]
+        buffers = []
+        for operand, t, span in zip(operation.operands, tensors, spans, strict=True):
+            is_input = operand in operation.inputs
+            if is_input:
+                _elements(span, t)[...] = t.detach().view(_INTEGERS[t.element_size()]).numpy()
+            buffers.append(
+                _BufferRequest(
+                    name=operand.name.encode(),
+                    bytes=span.nbytes,
+                    alignment=16,
+                    misalignment=t.data_ptr() % 16,
+                    address_at=getattr(fields, operand.name).offset,
+                    map_at=getattr(fields, f"{operand.name}_map").offset if operand.strided else -1,
+                    is_input=is_input,
+                )
+            )
+        for i, size in enumerate(plan.workspace_bytes):
+            buffers.append(
+                _BufferRequest(
+                    name=f"workspace[{i}]".encode(),
+                    bytes=size,
+                    alignment=256,
+                    address_at=fields.workspace.offset + i * ctypes.sizeof(ctypes.c_uint64),
+                    map_at=-1,
+                )
+            )
         kernels = [
             (kernel.name.encode(), kernel.blocks, kernel.threads, kernel.smem_bytes)
             for kernel in plan.kernels
@@ -210,32 +236,35 @@ class CpuBackend:
         request = _Request(
             seed=self.seed,
             workers=_num_cores(),
-            time_limit_s=_time_limit_s(q, k),
+            time_limit_s=_time_limit_s(tensors),
             count_banks=count_banks,
-            buffers=(_BufferRequest * 7)(*buffers),
+            calls=1 if count_banks else 1 + self.seed % 2,
+            buffers=(_BufferRequest * 16)(*buffers),
             kernels=(_KernelRequest * 3)(*kernels),
         )
-        no_addresses = dict.fromkeys(("q", "k", "v", "o", "lse"), 0)  # the program fills them in
-        params = pack(q, k, v, o, encode_for_cpu(maps), no_addresses, [0, 0], softmax_scale)
-        answer = _run(step, spec, program, b"".join([request, params, *inputs]))
+        num_inputs = len(operation.inputs)
+        answer = _run(step, spec, program, b"".join([request, params, *spans[:num_inputs]]))
 
-        o_span[:] = np.frombuffer(answer, o_span.dtype, o_span.size)
-        elements = _elements(o_span, o)
-        o.copy_(torch.from_numpy(elements.copy()).view(o.dtype))
-        lse_answer = np.frombuffer(answer, np.float32, lse.numel(), offset=o_span.nbytes)
-        lse.copy_(torch.from_numpy(lse_answer.reshape(lse.shape).copy()))
-        elements[...] = POISON
-        if (written := np.flatnonzero(o_span != POISON)).size:
-            raise SimtError(
-                f"{step.name} ({spec}): write outside the output view: {written.size} elements "
-                f"between o's rows have changed, the first {written[0]} elements after o's start"
-            )
-        offset = o_span.nbytes + lse.nbytes
+        offset = 0
+        outputs = zip(tensors[num_inputs:], spans[num_inputs:], strict=True)
+        for operand, (t, span) in zip(operation.outputs, outputs, strict=True):
+            span[:] = np.frombuffer(answer, span.dtype, span.size, offset)
+            offset += span.nbytes
+            elements = _elements(span, t)
+            t.copy_(torch.from_numpy(elements.copy()).view(t.dtype))
+            elements[...] = POISON
+            if (written := np.flatnonzero(span != POISON)).size:
+                name = operand.name
+                raise SimtError(
+                    f"{step.name} ({spec}): write outside the output view: {written.size} elements "
+                    f"between the rows of {name} have changed, the first {written[0]} elements "
+                    f"after the start of {name}"
+                )
         workspace = []
-        for bytes_ in plan.workspace_bytes:
-            part = np.frombuffer(answer, np.uint8, bytes_, offset)
+        for size in plan.workspace_bytes:
+            part = np.frombuffer(answer, np.uint8, size, offset)
             workspace.append(torch.from_numpy(part.copy()))
-            offset += bytes_
+            offset += size
         return workspace, _read_accesses(answer[offset:])
 
 
@@ -258,10 +287,10 @@ def _runtime(sanitize: bool) -> tuple[str, ...]:
 
 
 @cache
-def _read_descriptor(program: Path) -> LaunchDescriptor:
+def _read_descriptor(operation: Operation, program: Path) -> LaunchDescriptor:
     """What `program describe` writes."""
     run = subprocess.run([program, "describe"], capture_output=True, check=True)
-    return LaunchDescriptor.from_buffer_copy(run.stdout)
+    return descriptor_type(operation).from_buffer_copy(run.stdout)
 
 
 def _run(step: Step, spec: Specialization, program: Path, request: bytes) -> bytes:
@@ -314,8 +343,9 @@ def _num_cores() -> int:
     return min(os.cpu_count() or 1, MAX_WORKERS)
 
 
-def _time_limit_s(q: torch.Tensor, k: torch.Tensor) -> int:
+def _time_limit_s(tensors: Sequence[torch.Tensor]) -> int:
     """Seconds after which a kernel must be in an endless loop."""
+    q, k = tensors[:2]
     return int(MIN_TIME_LIMIT_S + 2 * q.numel() * k.shape[2] / MULTIPLY_ADDS_PER_S)
 
 
@@ -323,10 +353,7 @@ def _check_memory(step: Step, workspace_bytes: int) -> None:
     """Raises NotEnoughMemoryError where the workspaces do not fit."""
     available = _available_bytes()
     if workspace_bytes > available:
-        raise NotEnoughMemoryError(
-            f"{step.name} needs a workspace of {workspace_bytes} bytes, and {available} are free: "
-            "use shorter sequences, or a step that stores no scores"
-        )
+        raise not_enough_memory(step, workspace_bytes, available)
 
 
 def _available_bytes() -> int:

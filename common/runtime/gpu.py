@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,18 +13,21 @@ from pathlib import Path
 import torch
 
 from ..cache import Cache
-from ..errors import NotEnoughMemoryError, UsageError
-from ..step import Specialization, Step
-from .backend import DTYPE_NAMES
+from ..errors import UsageError
+from ..operation import Operation
+from ..problem import Specialization
+from ..step import Step
+from .backend import Call, not_enough_memory, specialization
 from .build import Build, Resources, build_cubin, cubin_flags, nvcc, parse_resources
 from .driver import bindings, call
 from .launch import (
-    AttentionParams,
     LaunchDescriptor,
-    Sizes,
     check_alignment,
     evaluate,
     pack,
+    params_type,
+    sizes_of,
+    strided_tensors,
 )
 from .tensor_map import encode_for_gpu, tensor_maps
 
@@ -42,13 +45,17 @@ class _Module:
 
 
 @dataclass(frozen=True, eq=False)
-class _Problem:
-    """A step at some sizes: what a launch takes beside the kernels' parameter."""
+class _Launch:
+    """A step made ready for tensors that lie in one way: all but their addresses.
 
-    step_name: str
+    Two of them are never equal: _prepared keeps one for each step, mask and way to lie.
+    """
+
+    step: Step
     descriptor: LaunchDescriptor
-    launches: tuple[tuple, ...]  # of each kernel: PyCUDA's launch, gap, grid, block, bytes of smem
+    kernels: tuple[tuple, ...]  # of each: PyCUDA's launch, gap, grid, block, bytes of smem
     workspace_bytes: tuple[int, ...]
+    num_tensors: int
 
 
 class GpuBackend:
@@ -89,6 +96,7 @@ class GpuBackend:
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._modules: dict[tuple[Step, Specialization], _Module] = {}
         self._lock = threading.Lock()
+        self._prepared = Cache()
         self._params = Cache()  # the kernels' parameters as bytes
         self._streams: dict[int, tuple] = {}  # by the handle of torch's stream
         self._poison = poison
@@ -123,70 +131,53 @@ class GpuBackend:
         """What each kernel takes, by kernel name."""
         return self._module(step, spec).resources
 
-    def forward(
-        self,
-        step: Step,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        causal: bool,
-        softmax_scale: float,
+    def launch(
+        self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
     ) -> list[torch.Tensor]:
         """Launches the step on torch's current stream; returns before it has run."""
-        call = self.prepare(step, q, k, causal=causal)
-        return call(q, k, v, o, lse, softmax_scale=softmax_scale)
+        call = self.prepare(step, tensors, causal=causal)
+        return call(*tensors, *(scalars[name] for name in step.operation.scalars))
 
-    def prepare(
-        self, step: Step, q: torch.Tensor, k: torch.Tensor, *, causal: bool
-    ) -> Callable[..., list[torch.Tensor]]:
-        spec = Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal)
+    def prepare(self, step: Step, tensors: Sequence[torch.Tensor], *, causal: bool) -> Call:
+        key = (step, causal, *((t.shape, t.stride(), t.dtype) for t in tensors))
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = self._prepared.add(key, self._prepare(step, tensors, causal))
+        return partial(self._call, prepared)
+
+    def _prepare(self, step: Step, tensors: Sequence[torch.Tensor], causal: bool) -> _Launch:
+        spec = specialization(tensors, causal)
         if reason := self.refusal(step, spec):
             raise UsageError(f"{step.name} {reason}")
         module = self._module(step, spec)
-        plan = evaluate(module.descriptor, Sizes.of(q, k), self.multiprocessors)
-        launches = []
+        plan = evaluate(module.descriptor, sizes_of(step.operation, tensors), self.multiprocessors)
+        kernels = []
         for kernel in plan.kernels:
             function, gap = module.functions[kernel.name]
             grid, block = (kernel.blocks, 1, 1), (kernel.threads, 1, 1)
             # prepared_async_call ends in this, and packs the bytes before: most of its time.
-            launches.append((function._launch_kernel, gap, grid, block, kernel.smem_bytes))
-        problem = _Problem(step.name, module.descriptor, tuple(launches), plan.workspace_bytes)
-        return partial(self._run, problem)
+            kernels.append((function._launch_kernel, gap, grid, block, kernel.smem_bytes))
+        return _Launch(step, module.descriptor, tuple(kernels), plan.workspace_bytes, len(tensors))
 
-    def _run(
-        self,
-        problem: _Problem,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        softmax_scale: float,
-    ) -> list[torch.Tensor]:
+    def _call(self, prepared: _Launch, *arguments) -> list[torch.Tensor]:
+        """arguments: the tensors, then the scalars."""
+        tensors = arguments[: prepared.num_tensors]
         # Once freed, torch reuses it only for work later on the same stream.
-        workspace = self._allocate(problem) if problem.workspace_bytes else []
-        # fmt: off
-        key = (
-            problem, softmax_scale,
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(),
-            *[part.data_ptr() for part in workspace],
-        )
-        # fmt: on
+        workspace = self._allocate(prepared) if prepared.workspace_bytes else []
+        scalars = arguments[prepared.num_tensors :]
+        addresses = [t.data_ptr() for t in (*tensors, *workspace)]
+        key = (prepared, scalars, *addresses)
         params = self._params.get(key)
         if params is None:
             with self._pushed_context():
-                params = _pack(problem, q, k, v, o, lse, workspace, softmax_scale)
+                params = _pack(prepared, tensors, scalars, workspace)
             self._params.add(key, params)
         # A thread that torch works in has the context already.
         if self._bindings.cuCtxGetCurrent()[1] == self._context_handle:
-            self._launch(problem, params)
+            self._launch(prepared, params)
         else:
             with self._pushed_context():
-                self._launch(problem, params)
+                self._launch(prepared, params)
         return workspace
 
     @contextlib.contextmanager
@@ -197,7 +188,7 @@ class GpuBackend:
         finally:
             self._driver.Context.pop()
 
-    def _launch(self, problem: _Problem, params: bytes) -> None:
+    def _launch(self, prepared: _Launch, params: bytes) -> None:
         """Launches the kernels, in order with torch's current stream.
 
         PyCUDA cannot launch on a stream that it did not make. torch's default stream is its None;
@@ -210,10 +201,10 @@ class GpuBackend:
             stream, beside = self._stream_beside(current)
             beside.wait_stream(current)
         try:
-            for launch, gap, grid, block, smem_bytes in problem.launches:
+            for launch, gap, grid, block, smem_bytes in prepared.kernels:
                 launch(grid, block, gap + params, smem_bytes, stream)
         except self._driver.Error as error:
-            raise RuntimeError(f"{problem.step_name} cannot be launched: {error}") from None
+            raise RuntimeError(f"{prepared.step.name} cannot be launched: {error}") from None
         finally:
             if stream:
                 current.wait_stream(beside)
@@ -228,18 +219,15 @@ class GpuBackend:
                 self._streams[current.cuda_stream] = stream, beside
             return self._streams[current.cuda_stream]
 
-    def _allocate(self, problem: _Problem) -> list[torch.Tensor]:
-        sizes = problem.workspace_bytes
+    def _allocate(self, prepared: _Launch) -> list[torch.Tensor]:
+        sizes = prepared.workspace_bytes
         try:
             workspace = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
         except torch.OutOfMemoryError:
             cached = torch.cuda.memory_reserved(self.device)
             cached -= torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + cached
-            raise NotEnoughMemoryError(
-                f"{problem.step_name} needs a workspace of {sum(sizes)} bytes, and {free} are "
-                "free: use shorter sequences, or a step that stores no scores"
-            ) from None
+            raise not_enough_memory(prepared.step, sum(sizes), free) from None
         if self._poison:
             for part in workspace:
                 part.fill_(POISON)
@@ -250,15 +238,15 @@ class GpuBackend:
             build = build_cubin(step, spec, self.arch(step))
             with self._lock:
                 if (step, spec) not in self._modules:
-                    self._modules[step, spec] = self._load(build)
+                    self._modules[step, spec] = self._load(step.operation, build)
         return self._modules[step, spec]
 
-    def _load(self, build: Build) -> _Module:
+    def _load(self, operation: Operation, build: Build) -> _Module:
         with self._pushed_context():
             module = self._driver.module_from_file(str(build.path))
             pointer, size = module.get_global("launch_descriptor")
             descriptor = LaunchDescriptor()
-            assert size == ctypes.sizeof(descriptor), "common/runtime/launch.py and launch.h differ"
+            assert size == ctypes.sizeof(descriptor), "launch.py and launch.h differ"
             self._driver.memcpy_dtoh(descriptor, pointer)
             resources = parse_resources(build.log)
             functions = {}
@@ -268,7 +256,8 @@ class GpuBackend:
                 name = kernel.name.decode()
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
                 function = module.get_function(name)
-                functions[name] = function, bytes(_parameter_offset(build.path, name))
+                params_bytes = ctypes.sizeof(params_type(operation))
+                functions[name] = function, bytes(_parameter_offset(build.path, name, params_bytes))
                 if DEFAULT_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
                     function.set_attribute(
                         self._driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -278,35 +267,28 @@ class GpuBackend:
 
 
 def _pack(
-    problem: _Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    workspace: list[torch.Tensor],
-    softmax_scale: float,
+    prepared: _Launch,
+    tensors: Sequence[torch.Tensor],
+    scalars: Sequence[float],
+    workspace: Sequence[torch.Tensor],
 ) -> bytes:
     """The kernels' parameter, made within the context.
 
     Raises UsageError where the step cannot take such tensors.
     """
-    name, descriptor = problem.step_name, problem.descriptor
-    check_alignment(name, descriptor.alignment, q=q, k=k, v=v, o=o)
-    maps = encode_for_gpu(name, tensor_maps(name, descriptor, q=q, k=k, v=v, o=o))
-    addresses = {
-        name: tensor.data_ptr()
-        for name, tensor in (("q", q), ("k", k), ("v", v), ("o", o), ("lse", lse))
-    }
-    pointers = [part.data_ptr() for part in workspace]
-    return bytes(pack(q, k, v, o, maps, addresses, pointers, softmax_scale))
+    step, descriptor = prepared.step, prepared.descriptor
+    strided = strided_tensors(step.operation, tensors)
+    check_alignment(step.name, descriptor.alignment, strided)
+    maps = encode_for_gpu(step.name, tensor_maps(step.name, descriptor, strided))
+    addresses, pointers = ([t.data_ptr() for t in ts] for ts in (tensors, workspace))
+    return pack(step.operation, tensors, scalars, maps, addresses, pointers)
 
 
-def _parameter_offset(cubin: Path, kernel: str) -> int:
+def _parameter_offset(cubin: Path, kernel: str, params_bytes: int) -> int:
     """Bytes before the parameter in what is packed for a launch.
 
     Parameters begin at some address of constant memory, and the driver aligns only those that it
-    packs itself: here a gap is left in front of the 128-byte aligned AttentionParams.
+    packs itself: here a gap is left in front of the 128-byte aligned struct.
     """
     library = call("cuLibraryLoadFromFile", str(cubin).encode(), [], [], 0, [], [], 0)
     try:
@@ -314,5 +296,5 @@ def _parameter_offset(cubin: Path, kernel: str) -> int:
         offset, size = call("cuKernelGetParamInfo", found, 0)
     finally:
         call("cuLibraryUnload", library)
-    assert size == ctypes.sizeof(AttentionParams), "common/runtime/launch.py and launch.h differ"
+    assert size == params_bytes, "launch.py and launch.h differ"
     return offset

@@ -1,6 +1,6 @@
 // What the host and a kernel say to each other: the kernel's one parameter and the step's launch
 // descriptor. Included by device/attention.cuh and simt/attention.cuh, which define Element;
-// mirrored by common/runtime/launch.py.
+// mirrored by launch.py.
 #pragma once
 #include <stdint.h>
 

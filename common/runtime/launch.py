@@ -1,14 +1,19 @@
-"""The host's side of launch.h: packs the parameter, evaluates the launch descriptor."""
+"""The host's side of launch.h: packs the kernels' parameter, evaluates the launch descriptor."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from ..errors import UsageError
+from ..operation import SIZES, Operation
 
 TENSOR_MAP_BYTES = 128
+PARAMS_ALIGNMENT = 128
+MAX_WORKSPACES = 2
 
 
 class _Strides(ctypes.Structure):
@@ -18,32 +23,21 @@ class _Strides(ctypes.Structure):
 _TensorMap = ctypes.c_uint8 * TENSOR_MAP_BYTES
 
 
-class AttentionParams(ctypes.Structure):
-    """struct AttentionParams; pointers are device addresses, strides count elements."""
+@cache
+def params_type(operation: Operation) -> type[ctypes.Structure]:
+    """The struct that every kernel of the operation takes: AttentionParams for the forward one.
 
-    _fields_ = [
-        ("q_map", _TensorMap),
-        ("k_map", _TensorMap),
-        ("v_map", _TensorMap),
-        ("o_map", _TensorMap),
-        ("q", ctypes.c_uint64),
-        ("k", ctypes.c_uint64),
-        ("v", ctypes.c_uint64),
-        ("o", ctypes.c_uint64),
-        ("lse", ctypes.c_uint64),
-        ("workspace", ctypes.c_uint64 * 2),
-        ("q_stride", _Strides),
-        ("k_stride", _Strides),
-        ("v_stride", _Strides),
-        ("o_stride", _Strides),
-        ("batch", ctypes.c_int32),
-        ("heads", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("seq_q", ctypes.c_int32),
-        ("seq_k", ctypes.c_int32),
-        ("softmax_scale", ctypes.c_float),
-        ("_padding", ctypes.c_uint8 * 80),  # to a multiple of the alignment, 128
-    ]
+    Pointers are device addresses, strides count elements.
+    """
+    fields: list[tuple] = [(f"{operand.name}_map", _TensorMap) for operand in operation.strided]
+    fields += [(operand.name, ctypes.c_uint64) for operand in operation.operands]
+    fields += [("workspace", ctypes.c_uint64 * MAX_WORKSPACES)]
+    fields += [(f"{operand.name}_stride", _Strides) for operand in operation.strided]
+    fields += [(size, ctypes.c_int32) for size in SIZES]
+    fields += [(scalar, ctypes.c_float) for scalar in operation.scalars]
+    size = ctypes.sizeof(type("Unaligned", (ctypes.Structure,), {"_fields_": fields}))
+    fields += [("_padding", ctypes.c_uint8 * (-size % PARAMS_ALIGNMENT))]
+    return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
 class _Extent(ctypes.Structure):
@@ -75,36 +69,20 @@ class Box(ctypes.Structure):
 
 
 class LaunchDescriptor(ctypes.Structure):
-    """struct LaunchDescriptor, copied from the compiled module."""
+    """struct LaunchDescriptor but for its boxes, which depend on the operation."""
 
     _fields_ = [
         ("alignment", ctypes.c_int32),
         ("kernels", _KernelLaunch * 3),
-        ("workspace", _Workspace * 2),
-        ("q_box", Box),
-        ("k_box", Box),
-        ("v_box", Box),
-        ("o_box", Box),
+        ("workspace", _Workspace * MAX_WORKSPACES),
     ]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of one problem, in the order of enum Size."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    seq_q: int
-    seq_k: int
-
-    @classmethod
-    def of(cls, q, k) -> Sizes:
-        """From q [batch, heads, seq_q, head_dim] and k [batch, kv_heads, seq_k, head_dim]."""
-        return cls(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-
-    def astuple(self) -> tuple[int, ...]:
-        return (self.batch, self.heads, self.kv_heads, self.seq_q, self.seq_k)
+@cache
+def descriptor_type(operation: Operation) -> type[LaunchDescriptor]:
+    """struct LaunchDescriptor, copied from the compiled module: a box for each strided operand."""
+    boxes = [(f"{operand.name}_box", Box) for operand in operation.strided]
+    return type("Descriptor", (LaunchDescriptor,), {"_fields_": boxes})
 
 
 @dataclass(frozen=True)
@@ -123,41 +101,44 @@ class Plan:
 
     kernels: tuple[KernelPlan, ...]
     workspace_bytes: tuple[int, ...]
-    alignment: int
 
 
-def evaluate(descriptor: LaunchDescriptor, sizes: Sizes, multiprocessors: int) -> Plan:
-    """The launches of one problem on a device with so many multiprocessors.
+def sizes_of(operation: Operation, tensors: Sequence) -> dict[str, int]:
+    """The sizes of a call by name, from its tensors: the operation's inputs, whatever follows."""
+    return {
+        axis: size
+        for operand, tensor in zip(operation.inputs, tensors, strict=False)
+        for axis, size in zip(operand.axes, tensor.shape, strict=True)
+    }
+
+
+def evaluate(descriptor: LaunchDescriptor, sizes: Mapping[str, int], multiprocessors: int) -> Plan:
+    """The launches of a call on a device with so many multiprocessors.
 
     Raises UsageError for a descriptor that describes none.
     """
-    size = sizes.astuple()
     if not descriptor.kernels[0].name or descriptor.alignment < 1:
         raise UsageError("the launch descriptor must name a kernel and an alignment of 1 or more")
 
+    def tiles(axis: _Extent) -> int:
+        return -(-sizes[SIZES[axis.size]] // axis.tile)
+
     def blocks(kernel: _KernelLaunch) -> int:
-        tiles = math.prod(-(-size[axis.size] // axis.tile) for axis in kernel.grid if axis.tile)
-        return min(tiles, kernel.blocks_per_sm * multiprocessors or tiles)
+        all_tiles = math.prod(tiles(axis) for axis in kernel.grid if axis.tile)
+        return min(all_tiles, kernel.blocks_per_sm * multiprocessors or all_tiles)
 
     kernels = tuple(
-        KernelPlan(
-            name=kernel.name.decode(),
-            blocks=blocks(kernel),
-            threads=kernel.threads,
-            smem_bytes=kernel.smem_bytes,
-        )
+        KernelPlan(kernel.name.decode(), blocks(kernel), kernel.threads, kernel.smem_bytes)
         for kernel in descriptor.kernels
         if kernel.name
     )
     workspace_bytes = tuple(
         workspace.element_bytes
-        * math.prod(
-            -(-size[axis.size] // axis.tile) * axis.tile for axis in workspace.shape if axis.tile
-        )
+        * math.prod(tiles(axis) * axis.tile for axis in workspace.shape if axis.tile)
         for workspace in descriptor.workspace
         if workspace.element_bytes
     )
-    return Plan(kernels, workspace_bytes, descriptor.alignment)
+    return Plan(kernels, workspace_bytes)
 
 
 def strides(t) -> tuple[int, ...]:
@@ -165,7 +146,7 @@ def strides(t) -> tuple[int, ...]:
     return tuple(s if n > 1 else 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True))
 
 
-def check_alignment(step_name: str, alignment: int, **tensors) -> None:
+def check_alignment(step_name: str, alignment: int, tensors: Mapping) -> None:
     """Raises UsageError unless each row of each tensor starts at a multiple of alignment bytes."""
     for name, t in tensors.items():
         for what, value in (
@@ -179,28 +160,36 @@ def check_alignment(step_name: str, alignment: int, **tensors) -> None:
                 )
 
 
+def strided_tensors(operation: Operation, tensors: Sequence) -> dict:
+    """Those of a call that have strides, by name."""
+    return {
+        operand.name: tensor
+        for operand, tensor in zip(operation.operands, tensors, strict=True)
+        if operand.strided
+    }
+
+
 def pack(
-    q,
-    k,
-    v,
-    o,
-    maps: dict[str, bytes],
-    addresses: dict[str, int],
-    workspace: list[int],
-    softmax_scale: float,
-) -> AttentionParams:
-    """AttentionParams of torch tensors that lie at the given addresses (keys q, k, v, o, lse).
+    operation: Operation,
+    tensors: Sequence,
+    scalars: Sequence[float],
+    maps: Mapping[str, bytes],
+    addresses: Sequence[int],
+    workspace: Sequence[int],
+) -> bytes:
+    """The kernels' parameter for tensors at these addresses, in the order of the operands.
 
     maps has the bits of the tensor maps that the step asks for, by the tensor's name.
     """
-    return AttentionParams(
+    sizes = sizes_of(operation, tensors)
+    strided = strided_tensors(operation, tensors)
+    names = (operand.name for operand in operation.operands)
+    params = params_type(operation)(
         **{f"{name}_map": _TensorMap.from_buffer_copy(map_) for name, map_ in maps.items()},
-        **addresses,
-        workspace=(ctypes.c_uint64 * 2)(*workspace),
-        q_stride=_Strides(*strides(q)),
-        k_stride=_Strides(*strides(k)),
-        v_stride=_Strides(*strides(v)),
-        o_stride=_Strides(*strides(o)),
-        **vars(Sizes.of(q, k)),
-        softmax_scale=softmax_scale,
+        **dict(zip(names, addresses, strict=True)),
+        workspace=(ctypes.c_uint64 * MAX_WORKSPACES)(*workspace),
+        **{f"{name}_stride": _Strides(*strides(tensor)) for name, tensor in strided.items()},
+        **{size: sizes[size] for size in SIZES},
+        **dict(zip(operation.scalars, scalars, strict=True)),
     )
+    return bytes(params)

@@ -1,8 +1,9 @@
-"""Tensor maps: what the tensor memory accelerator must know of q, k, v or o, for both backends."""
+"""Tensor maps: what the tensor memory accelerator must know of a tensor, for both backends."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,8 +49,10 @@ class TensorMapFields(ctypes.Structure):
     ]
 
 
-def tensor_maps(step_name: str, descriptor: LaunchDescriptor, **tensors) -> dict[str, TensorMap]:
-    """The maps that a step's descriptor asks for, by the tensor's name: q, k, v or o.
+def tensor_maps(
+    step_name: str, descriptor: LaunchDescriptor, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, TensorMap]:
+    """The maps that a step's descriptor asks for, by the name of the tensor.
 
     Raises UsageError where the hardware can have no such map. Addresses and strides are aligned
     where check_alignment() has passed: a step that asks for maps must ask for that too.

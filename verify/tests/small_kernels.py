@@ -89,7 +89,7 @@ def run(
     q = torch.zeros(1, 1, 2, 8) if q is None else q
     o = torch.zeros_like(q) if o is None else o
     lse = torch.zeros(num_lse)
-    backend.forward(step, q, q, q, o, lse, causal=False, softmax_scale=scenario)
+    backend.launch(step, q, q, q, o, lse, causal=False, softmax_scale=scenario)
     return o, lse
 
 

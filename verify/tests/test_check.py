@@ -36,7 +36,7 @@ class TorchBackend:
     def build(self, step, spec):
         return step.path
 
-    def forward(self, step, q, k, v, o, lse, *, causal, softmax_scale):
+    def launch(self, step, q, k, v, o, lse, *, causal, softmax_scale):
         q, k, v = q.float(), k.float(), v.float()
         result = attention_in_dtype(q, k, v, causal=causal, softmax_scale=softmax_scale)
         o.copy_(result[0])

@@ -1,4 +1,4 @@
-"""What the GPU backend tells a driver, which is made up: when it packs, where it launches."""
+"""What the GPU backend tells a driver, a fake: when it packs, where it launches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from common.catalog import all_steps
 from common.runtime import gpu
 from common.runtime.cpu import CpuBackend
-from common.runtime.launch import AttentionParams
+from common.runtime.launch import params_type
 
 CONTEXT = 7  # torch's
 GAP = b"gap"  # before a kernel's parameter
 V01, *_, NEWEST = all_steps()
+PARAMS = params_type(NEWEST.operation)
 
 
 class DriverError(Exception):
@@ -25,7 +26,7 @@ class DriverError(Exception):
 
 
 class Gpu:
-    """The backend, and what happened: names of calls, launches as (stream, AttentionParams)."""
+    """The backend, and what happened: names of calls, launches as (stream, parameter)."""
 
     def __init__(self, monkeypatch) -> None:
         self.events: list = []
@@ -79,7 +80,7 @@ class Gpu:
         self.events.append("encode")
         return {name: bytes(128) for name in maps}
 
-    def load(self, job):
+    def load(self, operation, job):
         step, spec, _ = job
         descriptor = CpuBackend().descriptor(step, spec)
         functions = {
@@ -93,8 +94,8 @@ class Gpu:
         if self.fails:
             raise DriverError("cuLaunchKernel failed: invalid argument")
         gap, params = parameters[: len(GAP)], parameters[len(GAP) :]
-        assert (gap, len(params)) == (GAP, ctypes.sizeof(AttentionParams))
-        self.events.append((stream and stream.handle, AttentionParams.from_buffer_copy(params)))
+        assert (gap, len(params)) == (GAP, ctypes.sizeof(PARAMS))
+        self.events.append((stream and stream.handle, PARAMS.from_buffer_copy(params)))
 
     def take(self) -> list:
         """What has happened since; of a launch, the stream."""
@@ -103,7 +104,7 @@ class Gpu:
 
 
 @pytest.fixture
-def made_up(monkeypatch) -> Gpu:
+def fake(monkeypatch) -> Gpu:
     return Gpu(monkeypatch)
 
 
@@ -114,70 +115,83 @@ def tensors() -> tuple[torch.Tensor, ...]:
     return q, k, v, o, torch.zeros(1, 2, 9)
 
 
-def test_a_repeated_call_packs_nothing(made_up, tensors) -> None:
-    call = made_up.backend.prepare(NEWEST, *tensors[:2], causal=False)
-    call(*tensors, softmax_scale=0.5)
-    assert made_up.take() == ["push", "encode", "pop", None]
-    call(*tensors, softmax_scale=0.5)
-    assert made_up.take() == [None]
+def test_a_repeated_call_packs_nothing(fake, tensors) -> None:
+    call = fake.backend.prepare(NEWEST, tensors, causal=False)
+    call(*tensors, 0.5)
+    assert fake.take() == ["push", "encode", "pop", None]
+    call(*tensors, 0.5)
+    assert fake.take() == [None]
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_another_address_is_packed(made_up, tensors, index) -> None:
-    call = made_up.backend.prepare(NEWEST, *tensors[:2], causal=False)
-    call(*tensors, softmax_scale=0.5)
+def test_another_address_is_packed(fake, tensors, index) -> None:
+    call = fake.backend.prepare(NEWEST, tensors, causal=False)
+    call(*tensors, 0.5)
     others = [t.clone() if place == index else t for place, t in enumerate(tensors)]
-    call(*others, softmax_scale=0.5)
-    call(*tensors, softmax_scale=0.5)
-    first, second, third = (event[1] for event in made_up.events if isinstance(event, tuple))
+    call(*others, 0.5)
+    call(*tensors, 0.5)
+    first, second, third = (event[1] for event in fake.events if isinstance(event, tuple))
     name = ("q", "k", "v", "o", "lse")[index]
     assert getattr(first, name) == getattr(third, name) == tensors[index].data_ptr()
     assert getattr(second, name) == others[index].data_ptr()
-    assert made_up.take().count("encode") == 2
+    assert fake.take().count("encode") == 2
 
 
-def test_another_scale_is_packed(made_up, tensors) -> None:
-    call = made_up.backend.prepare(NEWEST, *tensors[:2], causal=False)
+def test_another_scale_is_packed(fake, tensors) -> None:
+    call = fake.backend.prepare(NEWEST, tensors, causal=False)
     for scale in (0.5, 0.25, 0.5):
-        call(*tensors, softmax_scale=scale)
-    scales = [event[1].softmax_scale for event in made_up.events if isinstance(event, tuple)]
+        call(*tensors, scale)
+    scales = [event[1].softmax_scale for event in fake.events if isinstance(event, tuple)]
     assert scales == [0.5, 0.25, 0.5]
-    assert made_up.take().count("encode") == 2
+    assert fake.take().count("encode") == 2
 
 
-def test_a_new_workspace_is_packed(made_up, tensors) -> None:
-    call = made_up.backend.prepare(V01, *tensors[:2], causal=False)
-    first, second = (call(*tensors, softmax_scale=0.5) for _ in range(2))
+def test_a_new_workspace_is_packed(fake, tensors) -> None:
+    call = fake.backend.prepare(V01, tensors, causal=False)
+    first, second = (call(*tensors, 0.5) for _ in range(2))
     addresses = [[part.data_ptr() for part in workspace] for workspace in (first, second)]
     assert addresses[0] != addresses[1]
-    launches = [event[1] for event in made_up.events if isinstance(event, tuple)]
+    launches = [event[1] for event in fake.events if isinstance(event, tuple)]
     found = [list(params.workspace)[: len(first)] for params in launches]
     assert found == [addresses[0]] * 3 + [addresses[1]] * 3  # v01 has three kernels
 
 
-def test_a_thread_in_another_context(made_up, tensors) -> None:
-    call = made_up.backend.prepare(NEWEST, *tensors[:2], causal=False)
-    call(*tensors, softmax_scale=0.5)
-    made_up.take()
-    for made_up.current_context in (0, CONTEXT + 1):
-        call(*tensors, softmax_scale=0.5)
-        assert made_up.take() == ["push", None, "pop"]
+def test_a_thread_in_another_context(fake, tensors) -> None:
+    call = fake.backend.prepare(NEWEST, tensors, causal=False)
+    call(*tensors, 0.5)
+    fake.take()
+    for fake.current_context in (0, CONTEXT + 1):
+        call(*tensors, 0.5)
+        assert fake.take() == ["push", None, "pop"]
 
 
-def test_another_stream(made_up, tensors) -> None:
-    call = made_up.backend.prepare(NEWEST, *tensors[:2], causal=False)
-    call(*tensors, softmax_scale=0.5)
-    made_up.take()
-    made_up.stream.cuda_stream = 5
-    call(*tensors, softmax_scale=0.5)
-    assert made_up.take() == ["push", "new stream", "pop", "PyCUDA's waits", 11, "torch waits"]
-    call(*tensors, softmax_scale=0.5)
-    assert made_up.take() == ["PyCUDA's waits", 11, "torch waits"]
+def test_another_stream(fake, tensors) -> None:
+    call = fake.backend.prepare(NEWEST, tensors, causal=False)
+    call(*tensors, 0.5)
+    fake.take()
+    fake.stream.cuda_stream = 5
+    call(*tensors, 0.5)
+    assert fake.take() == ["push", "new stream", "pop", "PyCUDA's waits", 11, "torch waits"]
+    call(*tensors, 0.5)
+    assert fake.take() == ["PyCUDA's waits", 11, "torch waits"]
 
 
-def test_a_launch_that_fails_is_one_clear_line(made_up, tensors) -> None:
-    made_up.fails, made_up.stream.cuda_stream = True, 5
-    call = made_up.backend.prepare(NEWEST, *tensors[:2], causal=False)
+def test_a_launch_that_fails_is_one_clear_line(fake, tensors) -> None:
+    fake.fails, fake.stream.cuda_stream = True, 5
+    call = fake.backend.prepare(NEWEST, tensors, causal=False)
     with pytest.raises(RuntimeError, match=rf"^{NEWEST.name} cannot be launched: cuLaunchKernel"):
-        call(*tensors, softmax_scale=0.5)
-    assert made_up.take()[-1] == "torch waits"
+        call(*tensors, 0.5)
+    assert fake.take()[-1] == "torch waits"
+
+
+def test_what_lies_alike_is_prepared_once(fake, tensors) -> None:
+    first, second = (
+        fake.backend.launch(NEWEST, *tensors, causal=False, softmax_scale=0.5) for _ in "ab"
+    )
+    assert first == second == []
+    assert fake.take().count("encode") == 1
+    fake.backend.launch(NEWEST, *tensors, causal=True, softmax_scale=0.5)
+    q, *others = tensors
+    wide = torch.zeros(1, 2, 9, 72, dtype=q.dtype)[..., :64]
+    fake.backend.launch(NEWEST, wide, *others, causal=False, softmax_scale=0.5)
+    assert fake.take().count("encode") == 2

@@ -11,18 +11,18 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from common.bench import grid
-from common.bench import headline as measure
+from common.bench import grid, timing, trial
 from common.bench.peers import Peer
 from common.catalog import all_steps
 from common.errors import UsageError
+from common.operation import FORWARD
+from common.problem import GRID, HIDDEN, TOKENS, Specialization
 from common.record_schema import CELL, problem
 from common.records import read_grid, write_record
 from common.report import plots, tables
 from common.report.expressions import evaluate
 from common.report.record_set import Profile, load_profile
 from common.runtime.gpu import GpuBackend
-from common.step import Specialization
 from verify.cases import BF16, Case, Shape, find_cases
 from verify.reference import attention_reference
 from verify.tests.fake_records import fake_grid
@@ -54,8 +54,8 @@ def test_cells():
     shared = {name: shape for name, shape in cells.items() if name.startswith("gqa")}
     for name in cells.keys() - shared.keys():
         shape = cells[name]
-        assert shape.batch * shape.seq_q == shape.batch * shape.seq_k == grid.TOKENS
-        assert shape.heads * shape.head_dim == shape.kv_heads * shape.head_dim == grid.HIDDEN
+        assert shape.batch * shape.seq_q == shape.batch * shape.seq_k == TOKENS
+        assert shape.heads * shape.head_dim == shape.kv_heads * shape.head_dim == HIDDEN
     assert cells["d128_4096"] == cells["d128_causal_4096"] == find_cases(["headline"])[0].shape
     assert shared == {
         "gqa_4096": Shape(1, 64, 8, 4096, 4096, 128),
@@ -66,9 +66,8 @@ def test_cells():
 
 
 def test_flops_are_those_of_the_visible_half():
-    case = {case.name: case for case in grid.CELLS}
-    assert measure.flops(case["d128_4096"]) == 2 * measure.flops(case["d128_causal_4096"])
-    assert measure.flops(case["d128_4096"]) == 4 * 4 * 16 * 4096**2 * 128
+    full, causal = (FORWARD.flops(GRID[name]) for name in ("d128_4096", "d128_causal_4096"))
+    assert full == 2 * causal == 4 * 4 * 16 * 4096**2 * 128
 
 
 class TorchBackend:
@@ -82,7 +81,7 @@ class TorchBackend:
     def __init__(self, error: float = 0.0, where: tuple = (...,)):
         self.error, self.where = error, where
 
-    def forward(self, step, q, k, v, o, lse, *, causal, softmax_scale):
+    def launch(self, step, q, k, v, o, lse, *, causal, softmax_scale):
         if step is V03:
             raise UsageError("v03 takes head_dim 128")
         result = attention_reference(q, k, v, causal=causal, softmax_scale=softmax_scale)
@@ -100,12 +99,12 @@ def without_a_gpu(monkeypatch):
         o, _ = attention_reference(q, k, v, causal=causal, softmax_scale=TINY.scale)
         return {"sdpa_cudnn": "no such shape", "sdpa_flash": Peer(lambda: o, "torch")}
 
-    monkeypatch.setattr(measure, "_peak_memory", lambda call: (call(), 0))
+    monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
     monkeypatch.setattr(grid, "load", load)
-    monkeypatch.setattr(grid, "device_state", lambda: "not collected")
+    monkeypatch.setattr(timing, "device_state", lambda: "not collected")
     monkeypatch.setattr(grid, "_seconds", lambda calls: 0.2)
     monkeypatch.setattr(
-        grid, "time_interleaved", lambda calls, rounds: {name: [2.0] * rounds for name in calls}
+        timing, "time_interleaved", lambda calls, rounds: {name: [2.0] * rounds for name in calls}
     )
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from common import UsageError
-from common.bench import headline as measure
-from common.bench import latency
+from common.bench import latency, trial
 from common.bench.peers import Peer
 from common.catalog import all_steps
 from common.operator import highest_step
@@ -52,7 +51,7 @@ def without_a_gpu(monkeypatch):
     def time_interleaved(calls, *, rounds, sleep_cycles):
         return {name: [call() is None or 0.002] * rounds for name, call in calls.items()}
 
-    monkeypatch.setattr(measure, "_peak_memory", lambda call: (call(), 0))
+    monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
     monkeypatch.setattr(latency, "device_state", lambda: "not collected")
     monkeypatch.setattr(latency, "time_interleaved", time_interleaved)
     monkeypatch.setattr(latency, "BURSTS", 1)

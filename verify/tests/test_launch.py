@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from common.operation import FORWARD
 from common.runtime import launch, tensor_map
 from common.runtime.build import host_compiler
 from common.runtime.cpu import CpuBackend
@@ -17,12 +18,12 @@ from verify.tests.small_kernels import run, write_step
 
 STRUCTS = {
     "Strides": launch._Strides,
-    "AttentionParams": launch.AttentionParams,
+    "AttentionParams": launch.params_type(FORWARD),
     "Extent": launch._Extent,
     "KernelLaunch": launch._KernelLaunch,
     "Workspace": launch._Workspace,
     "Box": launch.Box,
-    "LaunchDescriptor": launch.LaunchDescriptor,
+    "LaunchDescriptor": launch.descriptor_type(FORWARD),
     "simt::TensorMapFields": tensor_map.TensorMapFields,
 }
 PROGRAM = """
@@ -39,7 +40,9 @@ int main() {{
 
 
 def field_names(struct: type[ctypes.Structure]) -> list[str]:
-    return [name for name, _ in struct._fields_ if name != "_padding"]
+    classes = reversed(struct.__mro__)  # a subclass has only its own fields
+    fields = [field for cls in classes for field in vars(cls).get("_fields_", ())]
+    return [name for name, _ in fields if name != "_padding"]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +77,7 @@ def test_structs_have_the_same_layout_in_python_and_cpp(told_by_cpp) -> None:
             place = getattr(struct, field)
             assert (next(numbers), next(numbers)) == (place.offset, place.size), f"{name}.{field}"
     assert next(numbers) == tensor_map.VALID_TENSOR_MAP
-    assert ctypes.sizeof(launch.AttentionParams) % 128 == 0, "nvcc's alignas(128)"
+    assert ctypes.sizeof(launch.params_type(FORWARD)) % 128 == 0, "nvcc's alignas(128)"
 
 
 def descriptor(blocks_per_sm: int) -> launch.LaunchDescriptor:
@@ -89,7 +92,7 @@ def descriptor(blocks_per_sm: int) -> launch.LaunchDescriptor:
 
 
 SIZE_HEADS, SIZE_SEQ_Q = 1, 3  # of enum Size
-SIZES = launch.Sizes(batch=2, heads=3, kv_heads=1, seq_q=200, seq_k=100)  # 4 x 3 blocks
+SIZES = {"batch": 2, "heads": 3, "kv_heads": 1, "seq_q": 200, "seq_k": 100}  # 4 x 3 blocks
 
 
 @pytest.mark.parametrize(

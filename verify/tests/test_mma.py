@@ -66,7 +66,7 @@ def run_words(backend: Backend, dtype: torch.dtype) -> Words:
     q, k, v = (x.to(backend.device) for x in inputs)
     lse = torch.zeros(6, 21, 32, device=backend.device)
     step = read_step(ROOT / "verify" / "instructions" / "mma.cu")
-    backend.forward(step, q, k, v, torch.empty_like(q), lse, causal=False, softmax_scale=1.0)
+    backend.launch(step, q, k, v, torch.empty_like(q), lse, causal=False, softmax_scale=1.0)
     a, k_words, c = (x.view(torch.int32).view(6, -1, 32).numpy() for x in inputs)
     results = lse.cpu().view(torch.int32).numpy()
     parts = np.split(results, [4, 8, 12, 13, 17], axis=1)

@@ -8,9 +8,10 @@ import pytest
 
 from common.bench import sass
 from common.bench.sass import OPCODES, count_instructions, nvdisasm, parse
-from common.bench.static_analysis import PROBLEM, headline_arch
+from common.bench.static_analysis import headline_arch
 from common.catalog import find_step
 from common.errors import UsageError
+from common.problem import COUNTED
 from common.runtime.build import build_cubin, nvcc
 
 LISTING = """
@@ -48,7 +49,7 @@ def has(tool) -> bool:
 
 def counts_of(name: str) -> dict[str, int]:
     step = find_step(name)
-    cubin = build_cubin(step, PROBLEM.specialization, headline_arch(step)).path
+    cubin = build_cubin(step, COUNTED.specialization, headline_arch(step)).path
     return count_instructions(cubin)["attention_forward"]
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from common.errors import UsageError
+from common.problem import Specialization
 from common.runtime import cpu
 from common.runtime.cpu import CpuBackend, SimtError
-from common.step import Specialization, Step
+from common.step import Step
 from verify.tests.small_kernels import Fault, expect_report, run, write_faults, write_step
 
 # ---- order

@@ -12,9 +12,10 @@ import torch
 
 from common import attention
 from common.errors import UsageError
+from common.operation import FORWARD
 from common.runtime.cpu import CpuBackend
 from common.runtime.driver import bindings, call
-from common.runtime.launch import Box, LaunchDescriptor
+from common.runtime.launch import Box, descriptor_type
 from common.runtime.tensor_map import TensorMap, encode_for_cpu, encode_for_gpu, tensor_maps
 from common.step import read_step
 from verify.cases import contiguous, expanded, packed, padded, transposed
@@ -24,7 +25,8 @@ BF16 = torch.bfloat16
 
 
 def maps_of(t: torch.Tensor, box: Box, alignment: int = 16) -> dict[str, TensorMap]:
-    return tensor_maps("v08", LaunchDescriptor(alignment=alignment, k_box=box), q=t, k=t)
+    descriptor = descriptor_type(FORWARD)(alignment=alignment, k_box=box)
+    return tensor_maps("v08", descriptor, {"q": t, "k": t})
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_a_kernel_on_the_cpu_gets_the_maps(tmp_path, seed: int) -> None:
     _, o = padded((2, 4, 5, 64), dtype=BF16)
     lse = torch.zeros(4, 11)
     backend = CpuBackend(seed)
-    backend.forward(read_step(path), q, k, v, o, lse, causal=False, softmax_scale=1.0)
+    backend.launch(read_step(path), q, k, v, o, lse, causal=False, softmax_scale=1.0)
     assert lse.tolist() == [
         [True, True, True, 64, 5, 4, 2, 16, 64, B128, 2],
         [False, False, False, 0, 0, 0, 0, 0, 0, 0, 0],

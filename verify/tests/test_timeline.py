@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from common import __main__ as commands
-from common.bench.static_analysis import PROBLEM
 from common.bench.timeline import (
     EVENTS,
     read_samples,
@@ -21,6 +20,7 @@ from common.bench.timeline import (
 )
 from common.catalog import find_step
 from common.errors import UsageError
+from common.problem import COUNTED
 from common.record_schema import TIMELINE_RECORD
 from common.records import read_records, write_record
 from common.report.diagrams.svg import WIDTH
@@ -30,7 +30,7 @@ from common.runtime.build import build_cubin, nvcc, parse_resources
 from common.runtime.cpu import CpuBackend
 from common.source import ROOT
 from common.step import Step
-from verify.cases import Shape
+from verify.cases import Case, Shape
 from verify.check import check_case
 from verify.tests.fake_records import fake_record, fake_static_record, fake_timeline
 
@@ -40,7 +40,7 @@ PATCHED = [
 PATCHED_NAMES = [step.name for step in PATCHED]
 V09, V09_PATCHED = find_step("v09"), PATCHED[0]
 # Three tiles for each of four heads: with two multiprocessors two of them for a block that stays.
-CASE = replace(PROBLEM, shape=Shape(1, 4, 4, 128, 384, 128))
+CASE = replace(Case.of("headline", COUNTED), shape=Shape(1, 4, 4, 128, 384, 128))
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -58,7 +58,7 @@ def test_the_patched_step_is_right(patched):
 @pytest.mark.parametrize("seed", [0, 1])  # a guard page behind the workspace, and before it
 def test_a_block_without_a_tile_takes_no_samples(seed):
     shape = Shape(1, 1, 1, 512, 64, 128)  # of four blocks the last one sees keys
-    case = replace(PROBLEM, shape=shape, causal=True)
+    case = replace(Case.of("headline", COUNTED), shape=shape, causal=True)
     samples = take_samples(CpuBackend(seed), V09_PATCHED, case, case.make("cpu"))
     assert (samples == -1).all()
 
@@ -134,7 +134,7 @@ def test_the_patch_costs_no_local_memory(patched):
         nvcc()
     except UsageError as missing:
         pytest.skip(str(missing))
-    build = build_cubin(patched, PROBLEM.specialization, patched.limits.arch)
+    build = build_cubin(patched, COUNTED.specialization, patched.limits.arch)
     assert "serialized" not in build.log
     for resources in parse_resources(build.log).values():
         assert spill_bytes(asdict(resources)) == resources.stack_bytes == 0

@@ -80,7 +80,7 @@ def copied(make_backend, request) -> Copied:
     box, matrices = ROWS * columns, 32 * 8
     lse = torch.full((len(places), (box + matrices) // 2 + 1), torch.nan, device=backend.device)
     step = read_step(ROOT / "verify" / "instructions" / "tma.cu")
-    backend.forward(step, q, k, k, o, lse, causal=False, softmax_scale=1.0)
+    backend.launch(step, q, k, k, o, lse, causal=False, softmax_scale=1.0)
     in_shared, matrices, _ = np.split(
         lse.cpu().numpy().view(np.int16), [box, box + matrices], axis=1
     )

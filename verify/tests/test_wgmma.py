@@ -35,7 +35,7 @@ def test_products(make_backend, dtype):
     step = read_step(ROOT / "verify" / "instructions" / "wgmma.cu")
     inputs = [x.to(backend.device) for x in (q, k, v)]
     o = torch.empty_like(inputs[0])
-    backend.forward(step, *inputs, o, lse, causal=False, softmax_scale=1.0)
+    backend.launch(step, *inputs, o, lse, causal=False, softmax_scale=1.0)
 
     block = np.arange(BLOCKS)
     size = 16 + 16 * (block % 16)

@@ -49,7 +49,7 @@ def test_arithmetic(make_backend: Callable[[], Backend], dtype: torch.dtype) -> 
     )
     lse = torch.full((6, 16, 16), torch.nan, device=backend.device)
     step = read_step(ROOT / "verify" / "instructions" / "wmma.cu")
-    backend.forward(step, q, k, v, torch.empty_like(q), lse, causal=False, softmax_scale=1.0)
+    backend.launch(step, q, k, v, torch.empty_like(q), lse, causal=False, softmax_scale=1.0)
 
     computed = lse.double().cpu().numpy()
     inputs = [t[0, 0].double().cpu().numpy() for t in (q, k, v)] + [computed[0]]

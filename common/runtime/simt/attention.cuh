@@ -17,6 +17,7 @@
 // The runtime's own:
 //
 //     run.cpp       main(), the launches             scheduler.h  blocks, threads, who runs next
+//     step.h        what run.cpp knows of the step
 //     collective.h  what threads do together         thread.h     the state of a thread
 //     wgmma_state.h, warpgroup_state.h, mbarrier_state.h         what the scheduler keeps of those
 //     tensor_map.h  what is in a tensor map          async_view.h what the async proxy sees
@@ -43,7 +44,21 @@
 #if defined(ELEMENT)
 using Element = ELEMENT;  // -DELEMENT=bf16, fp16 or fp32
 #include "../launch.h"
+#include "step.h"
 #include "vector.h"
+
+extern "C" LaunchDescriptor launch_descriptor;  // the step defines it
+
+const simt::StepInterface simt_step = {
+    .call =
+        [](void (*kernel)(), const void* params) {
+            reinterpret_cast<void (*)(AttentionParams)>(kernel)(
+                *static_cast<const AttentionParams*>(params));
+        },
+    .params_bytes = sizeof(AttentionParams),
+    .descriptor = &launch_descriptor,
+    .descriptor_bytes = sizeof(LaunchDescriptor),
+};
 #else
 struct Element;  // in the runtime's own .cpp files, which have only pointers to some
 #include "../launch.h"

@@ -9,6 +9,7 @@
 #include <cstddef>
 
 #include "report.h"
+#include "sanitizer.h"
 
 #if !defined(MAP_ANONYMOUS)
 #define MAP_ANONYMOUS MAP_ANON  // macOS
@@ -38,6 +39,7 @@ class GuardedPages {
             Report().add("out of memory: no room for %zu bytes", bytes).fail();
         base = static_cast<std::byte*>(mapped) + guard;
         allow(PROT_READ | PROT_WRITE);
+        sanitizer_forget(base, size);
     }
     ~GuardedPages() {
         if (base) munmap(base - guard, size + 2 * guard);

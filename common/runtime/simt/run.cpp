@@ -1,7 +1,7 @@
 // main(): the step as a program. `step describe` writes the launch descriptor; `step run` reads one
-// request from stdin, executes the kernels and writes to stdout o, lse, the workspaces and, where
-// bank conflicts are counted, a line for each place that accesses shared memory. common/runtime/cpu.py is
-// the other side.
+// request from stdin, executes the kernels and writes to stdout the outputs, the workspaces and,
+// where bank conflicts are counted, a line for each place that accesses shared memory. cpu.py is the
+// other side. What the step computes only those two know: here, tensors are buffers.
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -10,21 +10,22 @@
 
 #include "attention.cuh"
 #include "scheduler.h"
+#include "step.h"
 #include "tensor_map.h"
 #include "trap.h"
-
-extern "C" LaunchDescriptor launch_descriptor;  // each step defines its own
 
 namespace simt {
 namespace {
 
-enum { Q, K, V, O, LSE, WORKSPACE0, WORKSPACE1, NUM_BUFFERS };
-constexpr const char* BUFFER_NAMES[NUM_BUFFERS] = {
-    "q", "k", "v", "o", "lse", "workspace[0]", "workspace[1]"};
+constexpr int MAX_BUFFERS = 16;
 
-struct BufferRequest {
-    int64_t bytes;                    // 0: a null pointer
+struct BufferRequest {  // an empty name ends the list
+    char name[16];
+    int64_t bytes;
     int32_t alignment, misalignment;  // address % alignment == misalignment
+    int32_t address_at;               // where in the kernels' parameter its address belongs
+    int32_t map_at;                   // where the tensor map is that holds its address, or -1
+    int32_t is_input;                 // read from the request; the others go into the answer
 };
 
 struct KernelRequest {  // an empty name ends the list
@@ -34,22 +35,21 @@ struct KernelRequest {  // an empty name ends the list
     int32_t smem_bytes;
 };
 
-// Followed by AttentionParams without its addresses and by the bytes of q, k and v.
+// Followed by the kernels' parameter without its addresses and by the bytes of the inputs.
 struct Request {
     uint64_t seed;
     int32_t workers;  // OS threads
     int32_t time_limit_s;
     int32_t count_banks;  // 0 or 1
-    BufferRequest buffers[NUM_BUFFERS];
+    int32_t calls;        // how often to launch the kernels, on outputs poisoned anew
+    BufferRequest buffers[MAX_BUFFERS];
     KernelRequest kernels[3];
 };
 
 constexpr int MAX_BLOCKS = INT32_MAX, MAX_THREADS = 1024;  // the limits of every device
 
-using Kernel = void (*)(AttentionParams);
-
-Kernel kernel;
-AttentionParams kernel_params;
+void (*kernel)();
+alignas(TensorMap) std::byte kernel_params[4096];  // the most that CUDA lets a kernel take
 
 BankCounter bank_counter;  // of all workers that have ended
 pthread_mutex_t bank_counter_mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -108,7 +108,7 @@ class Grid {
 
 void launch_kernel(const Request& request, int index) {
     const KernelRequest& asked = request.kernels[index];
-    kernel = reinterpret_cast<Kernel>(dlsym(RTLD_DEFAULT, asked.name));
+    kernel = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, asked.name));
     if (!kernel)
         Report().add("the step has no kernel \"%s\"; is it extern \"C\"?", asked.name).fail();
     if (asked.blocks < 1 || asked.blocks > MAX_BLOCKS || asked.threads < 1 ||
@@ -121,7 +121,7 @@ void launch_kernel(const Request& request, int index) {
     }
     const Launch launch = {
         .kernel_name = asked.name,
-        .run_thread = [] { kernel(kernel_params); },
+        .run_thread = [] { simt_step.call(kernel, kernel_params); },
         .num_blocks = static_cast<uint32_t>(asked.blocks),
         .num_threads = asked.threads,
         .smem_bytes = static_cast<size_t>(asked.smem_bytes),
@@ -142,8 +142,23 @@ void launch_kernel(const Request& request, int index) {
 
 static_assert(sizeof(TensorMapFields) <= sizeof(TensorMap));
 
-void set_address(TensorMap& map, const std::byte* address) {
-    reinterpret_cast<TensorMapFields&>(map).address = reinterpret_cast<uintptr_t>(address);
+// Buffers of the request, their addresses in the kernels' parameter, inputs filled and read-only.
+void make_buffers(const Request& request) {
+    global_buffers.reserve(MAX_BUFFERS);
+    for (const BufferRequest& asked : request.buffers) {
+        if (!asked.name[0]) break;
+        const Flush flush = request.seed % 2 ? Flush::START : Flush::END;
+        Buffer& buffer = global_buffers.emplace_back(asked.name, asked.bytes, asked.alignment,
+                                                     asked.misalignment, flush);
+        const auto address = reinterpret_cast<uintptr_t>(buffer.data);
+        memcpy(kernel_params + asked.address_at, &address, sizeof(address));
+        if (asked.map_at >= 0)
+            reinterpret_cast<TensorMapFields*>(kernel_params + asked.map_at)->address = address;
+        if (asked.is_input) {
+            read_exactly(buffer.data, asked.bytes);
+            buffer.make_read_only();
+        }
+    }
 }
 
 int run_request() {
@@ -153,37 +168,21 @@ int run_request() {
 
     Request request;
     read_exactly(&request, sizeof(request));
-    read_exactly(&kernel_params, sizeof(kernel_params));
-    std::byte* pointers[NUM_BUFFERS] = {};
-    global_buffers.reserve(NUM_BUFFERS);
-    for (int i = 0; i < NUM_BUFFERS; ++i) {
-        const auto [bytes, alignment, misalignment] = request.buffers[i];
-        if (!bytes) continue;
-        const Flush flush = request.seed % 2 ? Flush::START : Flush::END;
-        Buffer& buffer =
-            global_buffers.emplace_back(BUFFER_NAMES[i], bytes, alignment, misalignment, flush);
-        pointers[i] = buffer.data;
-        if (i <= V) {
-            read_exactly(buffer.data, bytes);
-            buffer.make_read_only();
-        }
-    }
-    kernel_params.q = reinterpret_cast<const Element*>(pointers[Q]);
-    kernel_params.k = reinterpret_cast<const Element*>(pointers[K]);
-    kernel_params.v = reinterpret_cast<const Element*>(pointers[V]);
-    kernel_params.o = reinterpret_cast<Element*>(pointers[O]);
-    kernel_params.lse = reinterpret_cast<float*>(pointers[LSE]);
-    kernel_params.workspace[0] = pointers[WORKSPACE0];
-    kernel_params.workspace[1] = pointers[WORKSPACE1];
-    set_address(kernel_params.q_map, pointers[Q]);
-    set_address(kernel_params.k_map, pointers[K]);
-    set_address(kernel_params.v_map, pointers[V]);
-    set_address(kernel_params.o_map, pointers[O]);
+    if (simt_step.params_bytes > sizeof(kernel_params))
+        Report().add("a kernel takes at most %zu bytes", sizeof(kernel_params)).fail();
+    read_exactly(kernel_params, simt_step.params_bytes);
+    make_buffers(request);
 
     install_traps(request.time_limit_s);
-    for (int i = 0; i < 3 && request.kernels[i].name[0]; ++i) launch_kernel(request, i);
-    for (int i = O; i < NUM_BUFFERS; ++i)
-        if (pointers[i]) write_exactly(answer, pointers[i], request.buffers[i].bytes);
+    for (int call = 0; call < request.calls; ++call) {
+        for (size_t i = 0; i < global_buffers.size(); ++i)
+            if (!request.buffers[i].is_input) global_buffers[i].poison();
+        for (int i = 0; i < 3 && request.kernels[i].name[0]; ++i) launch_kernel(request, i);
+    }
+    for (size_t i = 0; i < global_buffers.size(); ++i) {
+        if (!request.buffers[i].is_input)
+            write_exactly(answer, global_buffers[i].data, global_buffers[i].bytes);
+    }
     for (const BankCounter::Place& place : bank_counter.places()) {
         fprintf(answer, "%s\t%s\t%d\t%lld\t%lld\t%lld\n", place.operation, place.site.file_name(),
                 place.site.line, place.accesses, place.ideal, place.wavefronts);
@@ -197,7 +196,7 @@ int run_request() {
 int main(int argc, char** argv) {
     if (argc == 2 && strcmp(argv[1], "run") == 0) return simt::run_request();
     if (argc == 2 && strcmp(argv[1], "describe") == 0) {
-        simt::write_exactly(stdout, &launch_descriptor, sizeof(launch_descriptor));
+        simt::write_exactly(stdout, simt_step.descriptor, simt_step.descriptor_bytes);
         return 0;
     }
     fprintf(stderr, "usage: %s describe | run\n", argv[0]);

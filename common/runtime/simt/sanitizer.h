@@ -9,6 +9,7 @@
 #endif
 
 #if SIMT_ADDRESS_SANITIZER
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -27,6 +28,13 @@ inline void sanitizer_finish_switch([[maybe_unused]] const void** stack,
                                     [[maybe_unused]] size_t* bytes) {
 #if SIMT_ADDRESS_SANITIZER
     __sanitizer_finish_switch_fiber(nullptr, stack, bytes);
+#endif
+}
+
+// Of fresh pages: where a fiber's stack was before, its frames are still marked.
+inline void sanitizer_forget([[maybe_unused]] const void* pages, [[maybe_unused]] size_t bytes) {
+#if SIMT_ADDRESS_SANITIZER
+    __asan_unpoison_memory_region(pages, bytes);
 #endif
 }
 

@@ -1,0 +1,121 @@
+"""Tries calls before they are timed: do they work, how wrong are they, what memory do they take?"""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from verify.accuracy import Expected
+from verify.cases import Case, Inputs
+
+from ..errors import UsageError
+from ..operation import Operation
+from ..problem import Problem
+from ..runtime.backend import run
+from ..runtime.gpu import GpuBackend
+from ..step import Step
+from .timing import summarize
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A call that works, and what was seen when it was tried."""
+
+    call: Callable[[], object]
+    errors: dict[str, float]  # by output: the largest absolute difference from the oracle
+    peak_memory_bytes: int
+
+    def outcome(self, samples_ms: list[float], flops: int) -> dict:
+        """The part of a record that every timed call has."""
+        summary = summarize(samples_ms)
+        return {
+            **summary,
+            "tflops": flops / summary["time_ms"] / 1e9,
+            "samples_ms": samples_ms,
+            "errors": self.errors,
+            "peak_memory_bytes": self.peak_memory_bytes,
+        }
+
+
+def try_steps(
+    backend: GpuBackend,
+    steps: Iterable[Step],
+    case: Case,
+    inputs: Inputs,
+    oracle: Sequence[torch.Tensor],
+) -> tuple[dict[str, Trial], dict[str, str]]:
+    """By the steps' names: those that run, and why the others do not."""
+    trials, refusals = {}, {}
+    for step in steps:
+        try:
+            call = partial(run, backend, step, *inputs, **case.arguments)
+            trials[step.name] = try_call(call, step.operation, oracle)
+        except UsageError as refusal:
+            refusals[step.name] = str(refusal)
+    return trials, refusals
+
+
+def try_call(
+    call: Callable[[], object], operation: Operation, oracle: Sequence[torch.Tensor]
+) -> Trial:
+    """call returns the operation's outputs, or only the first one."""
+    result, peak_memory_bytes = peak_memory(call)
+    outputs = (result,) if isinstance(result, torch.Tensor) else result
+    return Trial(call, errors_of(operation, outputs, oracle), peak_memory_bytes)
+
+
+def errors_of(
+    operation: Operation, outputs: Sequence[torch.Tensor], oracle: Sequence[torch.Tensor]
+) -> dict[str, float]:
+    """The largest absolute difference of each output there is; NaN if an element is NaN."""
+    return {
+        operand.name: (output - expected).abs().max().item()
+        for operand, output, expected in zip(operation.outputs, outputs, oracle, strict=False)
+    }
+
+
+def peak_memory(call: Callable[[], object]) -> tuple[object, int]:
+    """The call's result, and the most bytes that torch's allocator had handed out to it at once."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated() - before
+
+
+def require_right(name: str, trial: Trial, case: Case, expected: Expected) -> None:
+    """Raises UsageError where an output differs from the oracle by more than the case allows."""
+    allowed = {"o": expected.o_max, "lse": expected.lse_max}
+    for output, error in trial.errors.items():
+        if not error <= allowed[output]:  # as for NaN
+            raise UsageError(
+                f"{name} is wrong on {case.name}: an error of {error:.1e} in {output}, where "
+                f"{allowed[output]:.1e} is allowed"
+            )
+
+
+def new_run() -> str:
+    """What the records of one interleaved run share; a later one sorts behind it."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return f"{now} {secrets.token_hex(4)}"
+
+
+def describe_cell(name: str, problem: Problem, environment: dict) -> dict:
+    """What the records of many shapes have in common in their cells, each a run of its own."""
+    shape = problem.shape
+    return {
+        "name": name,
+        "run": new_run(),
+        "environment": environment,
+        "batch": shape.batch,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "seq": shape.seq_q,
+        "head_dim": shape.head_dim,
+        "causal": problem.causal,
+    }

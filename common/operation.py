@@ -1,0 +1,87 @@
+"""What a ladder of steps computes, as data. The rest of the harness asks this and knows no more."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from .problem import HEADLINE, Problem
+
+SIZES = ("batch", "heads", "kv_heads", "seq_q", "seq_k")  # in the order of enum Size of launch.h
+STEP_NAME = re.compile(r"(?P<letter>[a-z])(?P<number>\d\d)")
+
+_QUERIES = ("batch", "heads", "seq_q", "head_dim")
+_KEYS = ("batch", "kv_heads", "seq_k", "head_dim")
+_ROWS = ("batch", "heads", "seq_q")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a kernel takes: its axes by the names of their sizes.
+
+    With an axis head_dim it has the dtype of the call, any strides and, where a launch descriptor
+    asks for it, a tensor map. Without, it is float32 and contiguous.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+
+    @property
+    def strided(self) -> bool:
+        return self.axes[-1] == "head_dim"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Inputs and outputs stand in the order in which calls and kernels take them."""
+
+    name: str
+    letter: str  # of the steps' names
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    scalars: tuple[str, ...]
+    products: int  # of matrices with as many multiply-adds as Q K^T
+    oracle: str  # in verify/reference.py: a function of the inputs, causal and the scalars
+    yardstick: str  # likewise, with every intermediate in the inputs' dtype
+    headline: Problem
+
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        return self.inputs + self.outputs
+
+    @cached_property
+    def strided(self) -> tuple[Operand, ...]:
+        return tuple(operand for operand in self.operands if operand.strided)
+
+    def like(self, output: Operand) -> int:
+        """Which input has the shape of the output, or has it with an axis head_dim behind."""
+        axes = [operand.axes for operand in self.inputs]
+        return axes.index(output.axes if output.strided else (*output.axes, "head_dim"))
+
+    def flops(self, problem: Problem) -> int:
+        """Of the products of matrices, a multiply-add counted as two; half of them when causal."""
+        shape = problem.shape
+        scores = shape.batch * shape.heads * shape.seq_q * shape.seq_k
+        full = 2 * self.products * scores * shape.head_dim
+        return full // 2 if problem.causal else full
+
+
+FORWARD = Operation(
+    name="forward",
+    letter="v",
+    inputs=(Operand("q", _QUERIES), Operand("k", _KEYS), Operand("v", _KEYS)),
+    outputs=(Operand("o", _QUERIES), Operand("lse", _ROWS)),
+    scalars=("softmax_scale",),
+    products=2,
+    oracle="attention_reference",
+    yardstick="attention_in_dtype",
+    headline=HEADLINE,
+)
+OPERATIONS = {operation.letter: operation for operation in (FORWARD,)}
+
+
+def operation_of(step_name: str) -> Operation:
+    """By the letter of a name like "v04" or "v04_no_padding"; forward for any other name."""
+    named = STEP_NAME.match(step_name)
+    return OPERATIONS.get(named["letter"], FORWARD) if named else FORWARD

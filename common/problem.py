@@ -1,0 +1,93 @@
+"""Problems: shape, dtype and mask of one call; the ones that are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    kv_heads: int
+    seq_q: int
+    seq_k: int
+    head_dim: int
+
+    @property
+    def q(self) -> tuple[int, ...]:
+        return (self.batch, self.heads, self.seq_q, self.head_dim)
+
+    @property
+    def kv(self) -> tuple[int, ...]:
+        return (self.batch, self.kv_heads, self.seq_k, self.head_dim)
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        return f"{self.batch}x{heads}x{self.seq_q}x{self.seq_k}x{self.head_dim}"
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """What a step is compiled for. dtype is "bf16", "fp16" or "fp32"."""
+
+    head_dim: int
+    dtype: str
+    causal: bool
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """For a compiler, nvcc or the host's."""
+        return (
+            f"-DHEAD_DIM={self.head_dim}",
+            f"-DELEMENT={self.dtype}",
+            f"-DCAUSAL={int(self.causal)}",
+        )
+
+    def __str__(self) -> str:
+        return f"d{self.head_dim}_{self.dtype}{'_causal' if self.causal else ''}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """dtype is "bf16", "fp16" or "fp32"; causal: the last query sees the last key."""
+
+    shape: Shape
+    dtype: str
+    causal: bool = False
+
+    @property
+    def specialization(self) -> Specialization:
+        return Specialization(self.shape.head_dim, self.dtype, self.causal)
+
+    def as_record(self) -> dict:
+        """A record's shape."""
+        return {**asdict(self.shape), "dtype": self.dtype, "causal": self.causal}
+
+
+HEADLINE = Problem(Shape(4, 16, 16, 4096, 4096, 128), "bf16")
+# What a step's shared memory accesses are counted on: small, as the SIMT runtime executes it.
+COUNTED = Problem(Shape(1, 1, 1, 128, 256, 128), "bf16")
+
+# FlashAttention's convention: the same number of tokens and the same hidden size in every cell.
+TOKENS, HIDDEN = 16384, 2048
+
+
+def _grid() -> Iterator[tuple[str, Problem]]:
+    for head_dim, causal, seq in product((64, 128, 256), (False, True), (1024, 4096, 16384)):
+        heads = HIDDEN // head_dim
+        shape = Shape(TOKENS // seq, heads, heads, seq, seq, head_dim)
+        yield f"d{head_dim}{'_causal' if causal else ''}_{seq}", Problem(shape, "bf16", causal)
+    # Llama 3 of 70 billion parameters: eight heads share a head of K and V.
+    for causal, seq in product((False, True), (4096, 16384)):
+        shape = Shape(1, 64, 8, seq, seq, 128)
+        yield f"gqa{'_causal' if causal else ''}_{seq}", Problem(shape, "bf16", causal)
+
+
+GRID = dict(_grid())  # by a cell's name
+LATENCY = {
+    f"n{seq}{'_causal' if causal else ''}": Problem(Shape(1, 16, 16, seq, seq, 128), "bf16", causal)
+    for seq, causal in product((128, 256, 512, 1024), (False, True))
+}
