@@ -54,10 +54,17 @@ class Operation:
     def strided(self) -> tuple[Operand, ...]:
         return tuple(operand for operand in self.operands if operand.strided)
 
-    def like(self, output: Operand) -> int:
-        """Which input has the shape of the output, or has it with an axis head_dim behind."""
+    @cached_property
+    def models(self) -> tuple[tuple[int, bool], ...]:
+        """Of each output: which input has its shape, where it is not strided but for head_dim."""
         axes = [operand.axes for operand in self.inputs]
-        return axes.index(output.axes if output.strided else (*output.axes, "head_dim"))
+        return tuple(
+            (
+                axes.index(output.axes if output.strided else (*output.axes, "head_dim")),
+                output.strided,
+            )
+            for output in self.outputs
+        )
 
     def flops(self, problem: Problem) -> int:
         """Of the products of matrices, a multiply-add counted as two; half of them when causal."""

@@ -82,14 +82,15 @@ def specialization(tensors: Sequence[torch.Tensor], causal: bool) -> Specializat
 def empty_outputs(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """New outputs: a strided one lies like the input with its axes where that keeps rows whole."""
     outputs = []
-    for operand in operation.outputs:
-        like = inputs[operation.like(operand)]
-        if operand.strided:
-            output = torch.empty_like(like)
+    for index, strided in operation.models:
+        model = inputs[index]
+        if strided:
+            output = torch.empty_like(model)
             if output.stride(-1) != 1:  # the axes of the input overlap
-                output = torch.empty_like(like, memory_format=torch.contiguous_format)
+                output = torch.empty_like(model, memory_format=torch.contiguous_format)
         else:
+            batch, heads, seq, _ = model.shape
             # torch.empty takes numbers faster than a shape.
-            output = torch.empty(*like.shape[:-1], dtype=torch.float32, device=like.device)
+            output = torch.empty(batch, heads, seq, dtype=torch.float32, device=model.device)
         outputs.append(output)
     return tuple(outputs)

@@ -161,12 +161,11 @@ class GpuBackend:
 
     def _call(self, prepared: _Launch, *arguments) -> list[torch.Tensor]:
         """arguments: the tensors, then the scalars."""
-        tensors = arguments[: prepared.num_tensors]
         # Once freed, torch reuses it only for work later on the same stream.
         workspace = self._allocate(prepared) if prepared.workspace_bytes else []
+        tensors = arguments[: prepared.num_tensors]
         scalars = arguments[prepared.num_tensors :]
-        addresses = [t.data_ptr() for t in (*tensors, *workspace)]
-        key = (prepared, scalars, *addresses)
+        key = (prepared, scalars, *[t.data_ptr() for t in (*tensors, *workspace)])
         params = self._params.get(key)
         if params is None:
             with self._pushed_context():
