@@ -88,6 +88,9 @@ class SharedAccess:
         return self.wavefronts - self.ideal
 
 
+_INPUT, _OUTPUT, _WORKSPACE = range(3)  # enum Kind
+
+
 class _BufferRequest(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char * 16),
@@ -96,7 +99,7 @@ class _BufferRequest(ctypes.Structure):
         ("misalignment", ctypes.c_int32),
         ("address_at", ctypes.c_int32),
         ("map_at", ctypes.c_int32),
-        ("is_input", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
     ]
 
 
@@ -124,10 +127,10 @@ class _Request(ctypes.Structure):
 class CpuBackend:
     """Runs steps on CPU tensors. Implements common.runtime.backend.Backend.
 
-    The seed orders blocks and threads. Its parity chooses which end of each buffer touches a guard
-    page, how many multiprocessors there are, and whether a call launches the step's kernels once
-    or, where it is odd, twice: what the first launch left behind must not matter.
-    sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer.
+    The seed orders blocks and threads, and its parity chooses which end of each buffer touches a
+    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer. A persistent
+    step launches blocks for `multiprocessors`; of `calls` in one program the last one's outputs are
+    returned. Both may be set.
     """
 
     name = "cpu"
@@ -136,6 +139,8 @@ class CpuBackend:
     def __init__(self, seed: int = 0, sanitize: bool = False) -> None:
         self.seed = seed
         self.sanitize = sanitize
+        self.multiprocessors = MULTIPROCESSORS + seed % 2
+        self.calls = 1
 
     def refusal(self, step: Step, spec: Specialization) -> str | None:
         return step.limits.refusal(spec)
@@ -191,8 +196,7 @@ class CpuBackend:
         step.require(spec)
         program = self.build(step, spec)
         descriptor = _read_descriptor(operation, program)
-        multiprocessors = MULTIPROCESSORS + self.seed % 2
-        plan = evaluate(descriptor, sizes_of(operation, tensors), multiprocessors)
+        plan = evaluate(descriptor, sizes_of(operation, tensors), self.multiprocessors)
         strided = strided_tensors(operation, tensors)
         check_alignment(step.name, descriptor.alignment, strided)
         maps = tensor_maps(step.name, descriptor, strided)
@@ -216,7 +220,7 @@ class CpuBackend:
                     misalignment=t.data_ptr() % 16,
                     address_at=getattr(fields, operand.name).offset,
                     map_at=getattr(fields, f"{operand.name}_map").offset if operand.strided else -1,
-                    is_input=is_input,
+                    kind=_INPUT if is_input else _OUTPUT,
                 )
             )
         for i, size in enumerate(plan.workspace_bytes):
@@ -227,6 +231,7 @@ class CpuBackend:
                     alignment=256,
                     address_at=fields.workspace.offset + i * ctypes.sizeof(ctypes.c_uint64),
                     map_at=-1,
+                    kind=_WORKSPACE,
                 )
             )
         kernels = [
@@ -236,9 +241,9 @@ class CpuBackend:
         request = _Request(
             seed=self.seed,
             workers=_num_cores(),
-            time_limit_s=_time_limit_s(tensors),
+            time_limit_s=self.calls * _time_limit_s(tensors),
             count_banks=count_banks,
-            calls=1 if count_banks else 1 + self.seed % 2,
+            calls=self.calls,
             buffers=(_BufferRequest * 16)(*buffers),
             kernels=(_KernelRequest * 3)(*kernels),
         )

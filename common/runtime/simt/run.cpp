@@ -19,13 +19,16 @@ namespace {
 
 constexpr int MAX_BUFFERS = 16;
 
+// Of a buffer: an input is read from the request, the others go into the answer.
+enum Kind : int32_t { INPUT, OUTPUT, WORKSPACE };
+
 struct BufferRequest {  // an empty name ends the list
     char name[16];
     int64_t bytes;
     int32_t alignment, misalignment;  // address % alignment == misalignment
     int32_t address_at;               // where in the kernels' parameter its address belongs
     int32_t map_at;                   // where the tensor map is that holds its address, or -1
-    int32_t is_input;                 // read from the request; the others go into the answer
+    int32_t kind;                     // enum Kind
 };
 
 struct KernelRequest {  // an empty name ends the list
@@ -41,7 +44,7 @@ struct Request {
     int32_t workers;  // OS threads
     int32_t time_limit_s;
     int32_t count_banks;  // 0 or 1
-    int32_t calls;        // how often to launch the kernels, on outputs poisoned anew
+    int32_t calls;        // launches of all kernels, each call into poisoned outputs
     BufferRequest buffers[MAX_BUFFERS];
     KernelRequest kernels[3];
 };
@@ -154,7 +157,7 @@ void make_buffers(const Request& request) {
         memcpy(kernel_params + asked.address_at, &address, sizeof(address));
         if (asked.map_at >= 0)
             reinterpret_cast<TensorMapFields*>(kernel_params + asked.map_at)->address = address;
-        if (asked.is_input) {
+        if (asked.kind == INPUT) {
             read_exactly(buffer.data, asked.bytes);
             buffer.make_read_only();
         }
@@ -175,12 +178,13 @@ int run_request() {
 
     install_traps(request.time_limit_s);
     for (int call = 0; call < request.calls; ++call) {
+        // Workspaces and the program's variables stay as the call before has left them.
         for (size_t i = 0; i < global_buffers.size(); ++i)
-            if (!request.buffers[i].is_input) global_buffers[i].poison();
+            if (request.buffers[i].kind == OUTPUT) global_buffers[i].poison();
         for (int i = 0; i < 3 && request.kernels[i].name[0]; ++i) launch_kernel(request, i);
     }
     for (size_t i = 0; i < global_buffers.size(); ++i) {
-        if (!request.buffers[i].is_input)
+        if (request.buffers[i].kind != INPUT)
             write_exactly(answer, global_buffers[i].data, global_buffers[i].bytes);
     }
     for (const BankCounter::Place& place : bank_counter.places()) {
