@@ -23,6 +23,7 @@ from .driver import bindings, call
 from .launch import (
     LaunchDescriptor,
     check_alignment,
+    descriptor_type,
     evaluate,
     pack,
     params_type,
@@ -244,7 +245,7 @@ class GpuBackend:
         with self._pushed_context():
             module = self._driver.module_from_file(str(build.path))
             pointer, size = module.get_global("launch_descriptor")
-            descriptor = LaunchDescriptor()
+            descriptor = descriptor_type(operation)()
             assert size == ctypes.sizeof(descriptor), "launch.py and launch.h differ"
             self._driver.memcpy_dtoh(descriptor, pointer)
             resources = parse_resources(build.log)

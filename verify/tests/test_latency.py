@@ -141,7 +141,7 @@ def test_record(monkeypatch, tmp_path):
 @pytest.mark.gpu
 def test_tiny_cell_on_a_gpu():
     backend = GpuBackend()
-    step = highest_step(backend, TINY.specialization, *TINY.make(backend.device))
+    step = highest_step(backend, *TINY.make(backend.device), TINY.causal)
     cell = latency.measure_cell(backend, step, TINY)
     assert problem(fake_latency(step) | {"cells": [cell]}, LATENCY_RECORD) is None
     assert step.name in cell["device_us"]
