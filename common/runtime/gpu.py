@@ -164,9 +164,11 @@ class GpuBackend:
         """arguments: the tensors, then the scalars."""
         # Once freed, torch reuses it only for work later on the same stream.
         workspace = self._allocate(prepared) if prepared.workspace_bytes else []
-        tensors = arguments[: prepared.num_tensors]
-        scalars = arguments[prepared.num_tensors :]
-        key = (prepared, scalars, *[t.data_ptr() for t in (*tensors, *workspace)])
+        count = prepared.num_tensors
+        tensors, scalars = arguments[:count], arguments[count:]
+        key = (prepared, scalars, *[t.data_ptr() for t in tensors])
+        if workspace:
+            key += tuple(part.data_ptr() for part in workspace)
         params = self._params.get(key)
         if params is None:
             with self._pushed_context():

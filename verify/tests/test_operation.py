@@ -1,0 +1,96 @@
+"""Operations as data: another one needs no line of the packer, the request or the planner."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from common.operation import FORWARD, OPERATIONS, Operand, Operation, operation_of
+from common.problem import GRID, HEADLINE, LATENCY, Problem, Shape
+from common.runtime.backend import empty_outputs, specialization
+from common.runtime.launch import (
+    descriptor_type,
+    pack,
+    params_type,
+    sizes_of,
+    strided_tensors,
+)
+from verify.reference import oracle_of, yardstick_of
+
+Q, K = ("batch", "heads", "seq_q", "head_dim"), ("batch", "kv_heads", "seq_k", "head_dim")
+GRADIENT_OF_Q = Operation(
+    name="gradient of q",
+    letter="x",
+    inputs=(
+        Operand("q", Q),
+        Operand("k", K),
+        Operand("do", Q),
+        Operand("delta", Q[:-1]),
+    ),
+    outputs=(Operand("dq", Q),),
+    scalars=("softmax_scale", "dropout"),
+    products=3,
+    oracle="attention_reference",
+    yardstick="attention_in_dtype",
+    headline=HEADLINE,
+)
+
+
+def test_letters() -> None:
+    assert operation_of("v04") is operation_of("v04_no_padding") is OPERATIONS["v"] is FORWARD
+    assert operation_of("faults") is FORWARD
+    assert {operation.letter for operation in OPERATIONS.values()} == OPERATIONS.keys()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
+def test_oracle_and_yardstick_give_the_outputs(operation: Operation) -> None:
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "seq_q": 3, "seq_k": 5, "head_dim": 8}
+    inputs = [torch.randn([sizes[axis] for axis in each.axes]) for each in operation.inputs]
+    scalars = dict.fromkeys(operation.scalars, 0.5)
+    for compute in (oracle_of(operation), yardstick_of(operation)):
+        outputs = compute(*inputs, causal=False, **scalars)
+        expected = empty_outputs(operation, inputs)
+        assert [o.shape for o in outputs] == [e.shape for e in expected]
+
+
+def test_flops_are_those_of_the_products() -> None:
+    shape = Shape(2, 4, 2, 30, 50, 8)
+    full, causal = Problem(shape, "bf16"), Problem(shape, "bf16", causal=True)
+    assert FORWARD.flops(full) == 2 * FORWARD.flops(causal) == 2 * 2 * (2 * 4 * 30 * 50 * 8)
+    assert GRADIENT_OF_Q.flops(full) == 3 * 2 * (2 * 4 * 30 * 50 * 8)
+
+
+def test_another_operation_is_packed() -> None:
+    q, k, do = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 4, 3, 16)[..., :8]
+    tensors = (q, k, do, torch.zeros(1, 4, 3), torch.zeros(1, 4, 3, 8))
+    assert sizes_of(GRADIENT_OF_Q, tensors)["seq_k"] == 5
+    assert list(strided_tensors(GRADIENT_OF_Q, tensors)) == ["q", "k", "do", "dq"]
+    assert str(specialization(tensors, causal=True)) == "d8_fp32_causal"
+    params = params_type(GRADIENT_OF_Q).from_buffer_copy(
+        pack(GRADIENT_OF_Q, tensors, (0.5, 0.25), {"do": bytes(range(128))}, range(1, 6), [7])
+    )
+    assert ctypes.sizeof(params) % 128 == 0
+    assert bytes(params.do_map) == bytes(range(128))
+    assert (params.q, params.k, params.do, params.delta, params.dq) == (1, 2, 3, 4, 5)
+    assert list(params.workspace) == [7, 0]
+    assert (params.do_stride.head, params.do_stride.row) == (48, 16)
+    assert (params.heads, params.kv_heads, params.seq_q, params.seq_k) == (4, 2, 3, 5)
+    assert (params.softmax_scale, params.dropout) == (0.5, 0.25)
+    assert not hasattr(params, "delta_stride")
+    descriptor = descriptor_type(GRADIENT_OF_Q)
+    assert descriptor.dq_box.offset - descriptor.q_box.offset == 3 * descriptor.q_box.size
+
+
+def test_outputs_lie_like_the_inputs_they_resemble() -> None:
+    q = torch.zeros(1, 3, 4, 8, dtype=torch.bfloat16).transpose(1, 2)
+    k = torch.zeros(1, 2, 5, 8, dtype=torch.bfloat16)
+    (dq,) = empty_outputs(GRADIENT_OF_Q, (q, k, q, torch.zeros(1, 4, 3)))
+    assert (dq.shape, dq.stride(), dq.dtype) == (q.shape, q.stride(), q.dtype)
+
+
+def test_measured_problems() -> None:
+    assert GRID["d128_4096"] == HEADLINE
+    assert all(problem.dtype == "bf16" for problem in (*GRID.values(), *LATENCY.values()))
+    assert HEADLINE.as_record()["dtype"] == "bf16"
