@@ -1,4 +1,4 @@
-"""What the project's programs share: errors in one line."""
+"""What the project's programs share: each error that the user can fix is one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from .errors import UsageError
+from .errors import UsageError, explain
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def guarded(main: Callable[[], int]) -> int:
-    """main's exit status; 2 after a UsageError and 130 after Ctrl-C, both told in one line."""
+    """main's exit status, or 2 after an error that the user can fix and 130 after Ctrl-C."""
     try:
         return main()
     except UsageError as error:
@@ -29,3 +29,8 @@ def guarded(main: Callable[[], int]) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if (told := explain(error)) is None:
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        return 2

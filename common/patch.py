@@ -7,13 +7,13 @@ once.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from .catalog import find_step
-from .errors import UsageError
+from .errors import UsageError, explain
+from .records import write_atomically
 from .source import ROOT
 from .step import Step
 
@@ -36,7 +36,7 @@ class Patch:
     def write(self) -> Path:
         """Writes the patched step, named as the patch, and returns its path.
 
-        Raises UsageError where the patch does not apply.
+        Raises UsageError where the patch does not apply or the file cannot be written.
         """
         source = "\n" + self.step.path.read_text(encoding="utf-8")
         for hunk in self.hunks:
@@ -50,11 +50,13 @@ class Patch:
             source = source.replace("\n" + hunk.old, "\n" + hunk.new)
         source = re.sub(r"^\n// \w+ --", f"// {self.name} --", source)
         path = ROOT / "build" / "patched" / f"{self.name}.cu"
-        if not path.exists() or path.read_text(encoding="utf-8") != source:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}")
-            temporary.write_text(source, encoding="utf-8")
-            temporary.replace(path)
+        try:
+            if not path.exists() or path.read_bytes() != source.encode():
+                write_atomically(path, source)
+        except OSError as error:
+            raise UsageError(
+                f"{self.name}.patch cannot be applied: {explain(error, path) or error}"
+            ) from None
         return path
 
 
@@ -67,7 +69,11 @@ def read_patch(path: Path) -> Patch:
         path = ROOT / path
     if not path.is_file():
         raise UsageError(f"no file '{path}'")
-    head, *parts = re.split(r"^@@.*\n", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    head, *parts = re.split(r"^@@.*\n", text, flags=re.MULTILINE)
     step = re.search(r"^--- (?:a/)?(\S+)", head, re.MULTILINE)
     hunks = tuple(Hunk(_side(part, "-"), _side(part, "+")) for part in parts)
     if not step or not hunks or not all(hunk.old for hunk in hunks):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import UsageError, explain
 from ..problem import Specialization
 from ..source import DEVICE_DIR, ROOT, included_headers
 from ..step import Step
@@ -42,12 +44,14 @@ class Resources:
 
 
 def toolkit_program(name: str) -> str | None:
-    """Path of a program of the CUDA toolkit: on PATH, or under $CUDA_HOME or /usr/local/cuda."""
-    return shutil.which(name) or shutil.which(name, path=_toolkit_bin())
+    """Path of a program of the CUDA toolkit, or None.
 
-
-def _toolkit_bin() -> Path:
-    return Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+    It is looked for on PATH, then under $CUDA_HOME or /usr/local/cuda, then where `make setup` puts
+    NVIDIA's packages on a machine without a toolkit.
+    """
+    places = (os.environ.get("CUDA_HOME", "/usr/local/cuda"), Path(sys.prefix, "cuda"))
+    found = (shutil.which(name, path=Path(place, "bin")) for place in places)
+    return shutil.which(name) or next(filter(None, found), None)
 
 
 @cache
@@ -56,7 +60,8 @@ def nvcc() -> str:
     found = toolkit_program("nvcc")
     if not found:
         raise UsageError(
-            f"no nvcc on PATH or in {_toolkit_bin()}: install the CUDA toolkit or set CUDA_HOME"
+            "no nvcc on PATH, in $CUDA_HOME or in /usr/local/cuda: install the CUDA toolkit, "
+            "or run make setup where there is a driver"
         )
     return found
 
@@ -97,44 +102,92 @@ def compile_cached(
     """Runs `compiler flags -I include_dir source -o build/<name>-<hash>`, or finds that output.
 
     The hash covers the command line, the compiler's version, the source and the headers it
-    includes. Where another process is compiling the same, waits for that. Raises UsageError with
-    the compiler's first error.
+    includes. An output that is not as the compiler left it, as after a crash or on a full disk, is
+    made again. Where another process is compiling the same, waits for that. Raises UsageError with
+    the compiler's first error, or with what the file system refuses.
     """
-    command = [*compiler, *flags, f"-I{include_dir}", str(source)]
-    key = hashlib.sha256("\0".join([*command, compiler_version(*compiler)]).encode())
-    for path in (source, *included_headers(source, include_dir)):
-        key.update(path.name.encode() + b"\0" + path.read_bytes())
-    suffix = "".join(Path(name).suffixes)
-    output = BUILD_DIR / f"{name.removesuffix(suffix)}-{key.hexdigest()[:16]}{suffix}"
-    log = output.with_name(output.name + ".log")
-    if not (output.exists() and log.exists()):
-        BUILD_DIR.mkdir(exist_ok=True)
-        # It stays: were it removed, two could hold a lock of that name.
-        with output.with_name(output.name + ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (output.exists() and log.exists()):  # nobody has compiled it meanwhile
-                _compile(command, source, output, log)
-    return Build(output, log.read_text(encoding="utf-8"))
-
-
-def _compile(command: list[str], source: Path, output: Path, log: Path) -> None:
-    unfinished, unfinished_log = (path.with_name(path.name + ".tmp") for path in (output, log))
-    run = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
-    if run.returncode:
-        unfinished.unlink(missing_ok=True)
-        said = output.with_suffix(".errors.txt")
-        said.write_text(run.stderr, encoding="utf-8")
-        lines = run.stderr.splitlines()
-        errors = [line for line in lines if "undefined reference" in line]
-        errors += [line for line in lines if "error" in line] or ["it does not say why"]
+    try:
+        command = [*compiler, *flags, f"-I{include_dir}", str(source)]
+        key = hashlib.sha256("\0".join([*command, compiler_version(*compiler)]).encode())
+        for path in (source, *included_headers(source, include_dir)):
+            key.update(path.name.encode() + b"\0" + path.read_bytes())
+        suffix = "".join(Path(name).suffixes)
+        output = BUILD_DIR / f"{name.removesuffix(suffix)}-{key.hexdigest()[:16]}{suffix}"
+        return _find(output) or _compile_once(command, source, output)
+    except OSError as error:
         raise UsageError(
-            f"{Path(command[0]).name} cannot compile {source.name}: {errors[0]} "
-            f"(all it says: {said.relative_to(ROOT)})"
-        )
-    # The log first: where there is an output, its log is whole.
-    unfinished_log.write_text(run.stderr + run.stdout, encoding="utf-8")
-    unfinished_log.replace(log)
-    unfinished.replace(output)
+            f"{source.name} cannot be compiled: {explain(error, BUILD_DIR) or error}"
+        ) from None
+
+
+_intact: dict[Path, tuple[int, int]] = {}  # outputs whose hash was right: their times and sizes
+
+
+def _find(output: Path) -> Build | None:
+    """The output and its log, if both are whole.
+
+    The file beside it, which is written last, has the log and the output's hash. The hash is
+    computed once a process: it takes some milliseconds, and a call of attention() may not.
+    """
+    try:
+        made = json.loads(_receipt(output).read_text(encoding="utf-8"))
+        stat = output.stat()
+        state = (stat.st_mtime_ns, stat.st_size)
+        if _intact.get(output) != state:
+            if hashlib.sha256(output.read_bytes()).hexdigest() != made["sha256"]:
+                return None
+            _intact[output] = state
+        return Build(output, made["log"])
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _receipt(output: Path) -> Path:
+    return output.with_name(output.name + ".json")
+
+
+def _compile_once(command: list[str], source: Path, output: Path) -> Build:
+    """Compiles, unless another process has done so while this one waited for it."""
+    BUILD_DIR.mkdir(parents=True, exist_ok=True)
+    # The lock's file stays: were it removed, two processes could hold a lock of that name.
+    with output.with_name(output.name + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _find(output) or _compile(command, source, output)
+
+
+def _compile(command: list[str], source: Path, output: Path) -> Build:
+    unfinished = output.with_name(output.name + ".tmp")
+    receipt, unfinished_receipt = _receipt(output), _receipt(unfinished)
+    receipt.unlink(missing_ok=True)
+    try:
+        ended = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True)
+        if ended.returncode:
+            said = output.with_suffix(".errors.txt")
+            said.write_text(ended.stderr, encoding="utf-8")
+            raise UsageError(
+                f"{Path(command[0]).name} cannot compile {source.name}: "
+                f"{_first_error(ended.stderr)} (all it says: {said})"
+            )
+        log = ended.stderr + ended.stdout
+        sha256 = hashlib.sha256(unfinished.read_bytes()).hexdigest()
+        text = json.dumps({"sha256": sha256, "log": log})
+        unfinished_receipt.write_text(text, encoding="utf-8")
+        unfinished.replace(output)
+        unfinished_receipt.replace(receipt)
+    finally:
+        for path in (unfinished, unfinished_receipt):
+            path.unlink(missing_ok=True)
+    return Build(output, log)
+
+
+def _first_error(said: str) -> str:
+    """The line of a compiler's messages that tells most."""
+    lines = said.splitlines()
+    for cause in ("No space left", "size limit exceeded", "undefined reference", "error"):
+        for line in lines:
+            if cause in line:
+                return line.strip()
+    return lines[0] if lines else "it does not say why"
 
 
 def cubin_flags(spec: Specialization, arch: str) -> list[str]:
