@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from numbers import Real
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from .errors import UsageError
-from .operator import forward
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["UsageError", "attention"]
 
@@ -47,6 +48,10 @@ def attention(
     It is the operator torch.ops.attention_worklog.forward: torch.compile does not look into it,
     and tells in an error of its own what is wrong with inputs.
     """
+    import torch  # here, as reports need none
+
+    from .operator import forward
+
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
             raise UsageError(f"{name} must be a torch tensor, not {type(t).__name__}")
