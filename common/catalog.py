@@ -1,37 +1,103 @@
-"""All steps: the folder is the only list of them."""
+"""All steps: the folder is the only list of them.
+
+A file in it that is not a step is an error where that step is asked for, and where all must be
+there. The others do not suffer from it.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from .errors import UsageError
 from .source import ROOT
-from .step import Step, read_step
+from .step import LETTERS, Step, read_step
 
 STEPS_DIR = ROOT / "steps"
 
+_FILE = re.compile(rf"(?P<name>(?P<letter>[{LETTERS}])\d\d)_\w+\.cu")
+_WANTED = re.compile(
+    rf"(?:(?:.*/)?steps/)?(?P<letter>[{LETTERS}]?)(?P<number>\d{{1,2}})(?P<rest>_\w+)?"
+)
+
+
+@dataclass(frozen=True)
+class _Catalog:
+    steps: tuple[Step, ...]
+    errors: dict[Path, str]  # of each file that is not a step
+
 
 @cache
+def _catalog() -> _Catalog:
+    paths = sorted(path for path in STEPS_DIR.glob("*.cu") if not path.name.startswith("."))
+    steps: list[Step] = []
+    errors: dict[Path, str] = {}
+    for path in paths:
+        try:
+            steps.append(_read(path, paths))
+        except UsageError as error:
+            errors[path] = str(error)
+    steps.sort(key=lambda step: (LETTERS.index(step.name[0]), step.name))
+    return _Catalog(tuple(steps), errors)
+
+
+def _read(path: Path, paths: list[Path]) -> Step:
+    """The step in one of paths. Raises UsageError unless it has a name of its own."""
+    file = _FILE.fullmatch(path.name)
+    if not file:
+        raise UsageError(
+            f"{path}: a step's file is called like {LETTERS[0]}04_register_tiles.cu: a letter "
+            f"({', '.join(LETTERS)}), two digits, and a word or more joined by _"
+        )
+    for other in paths:
+        if other != path and other.name.startswith(f"{file['name']}_"):
+            raise UsageError(f"{path}: {other.name} is {file['name']} too: rename one of them")
+    step = read_step(path)
+    if step.name != file["name"]:
+        raise UsageError(f"{path}: the first line calls it {step.name}, not {file['name']}")
+    return step
+
+
 def all_steps() -> tuple[Step, ...]:
-    """The steps of the worklog, in order. Raises UsageError unless each has a name of its own."""
-    steps: dict[str, Step] = {}
-    for path in sorted(STEPS_DIR.glob("v[0-9][0-9]_*.cu")):
-        step = read_step(path)
-        if step.name != path.name[:3]:
-            raise UsageError(f"{path}: the first line calls it {step.name}, not {path.name[:3]}")
-        if step.name in steps:
-            raise UsageError(f"{path}: {steps[step.name].path.name} is {step.name} already")
-        steps[step.name] = step
-    return tuple(steps.values())
+    """The steps of the worklog, ladder by ladder, in order; malformed files are left out."""
+    return _catalog().steps
+
+
+def steps_to_run() -> tuple[Step, ...]:
+    """All steps, for a command that goes through them; names each malformed file on stderr.
+
+    Raises UsageError where no step is left.
+    """
+    for error in _catalog().errors.values():
+        print(f"warning: skipped {error}", file=sys.stderr)
+    if not all_steps():
+        raise UsageError(f"no step in {STEPS_DIR}: a file there is called {LETTERS[0]}04_what.cu")
+    return all_steps()
+
+
+def require_well_formed() -> None:
+    """Raises UsageError where a file is malformed: for what is wrong unless every step is there."""
+    if errors := _catalog().errors:
+        raise UsageError("; ".join(errors.values()))
+
+
+def step_before(step: Step) -> Step | None:
+    """The step of the same ladder that this one changes. None where that file is malformed."""
+    paths = (*_catalog().errors, *(other.path for other in all_steps()))
+    earlier = [p for p in paths if p.name[0] == step.name[0] and p.name < step.path.name]
+    before = max(earlier, default=None)
+    return next((other for other in all_steps() if other.path == before), None)
 
 
 def find_step(name: str | Path) -> Step:
     """The step called "4", "04", "v04", "steps/v04" or "steps/v04_register_tiles.cu".
 
     Also any other .cu file, and a .patch of a step. Paths are taken from the working directory,
-    then from the project's root. Raises UsageError listing the steps.
+    then from the project's root. Raises UsageError with what is wrong with the step's file, or
+    listing the steps.
     """
     text = str(name)
     if text.endswith(".patch"):
@@ -41,17 +107,24 @@ def find_step(name: str | Path) -> Step:
     if text.endswith(".cu"):
         for path in (Path(text), ROOT / text):
             if path.is_file():
-                path = path.resolve()
-                return next((step for step in all_steps() if step.path == path), None) or read_step(
-                    path
-                )
+                return _find_file(path.resolve())
         raise UsageError(f"no file '{text}'; the steps are {step_names()}")
-    if number := re.fullmatch(r"(?:(?:.*/)?steps/)?v?(\d{1,2})(_\w+)?", text):
-        wanted = f"v{int(number[1]):02d}{number[2] or ''}"
+    if wanted := _WANTED.fullmatch(text):
+        short = f"{wanted['letter'] or LETTERS[0]}{int(wanted['number']):02d}"
+        stem = f"{short}{wanted['rest'] or ''}"
         for step in all_steps():
-            if wanted in (step.name, step.path.stem):
+            if stem in (step.name, step.path.stem):
                 return step
+        for path, error in _catalog().errors.items():
+            if stem in (path.name[:3], path.stem):
+                raise UsageError(error)
     raise UsageError(f"no step '{text}'; the steps are {step_names()}")
+
+
+def _find_file(path: Path) -> Step:
+    if error := _catalog().errors.get(path):
+        raise UsageError(error)
+    return next((step for step in all_steps() if step.path == path), None) or read_step(path)
 
 
 def step_names() -> str:

@@ -11,9 +11,17 @@ from .operation import Operation, operation_of
 from .problem import Specialization
 from .source import code_sha256
 
+LETTERS = "v"  # of the ladders; the first is meant where a step is called by its number alone
+DTYPES = ("bf16", "fp16", "fp32")
+# Compute capabilities that nvcc of CUDA 13 knows. From 9.0 on there are instructions of one
+# architecture alone, and an "a" behind its number.
+ARCHITECTURES = (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
+FIRST_EXACT_ARCHITECTURE = 90
+
 _LIMITS = re.compile(
-    r"(?P<dtypes>[a-z0-9]+(?:, [a-z0-9]+)*); "
-    r"head_dim (?P<lowest>\d+)-(?P<highest>\d+) by (?P<multiple>\d+); (?P<arch>sm_\d+a?)"
+    r"(?P<dtypes>[a-z]\w*(?:, [a-z]\w*)*); "
+    r"head_dim (?P<lowest>\d+)-(?P<highest>\d+) by (?P<multiple>\d+); "
+    r"sm_(?P<arch>\d+)(?P<exact>a?)\b"
 )
 
 
@@ -72,19 +80,25 @@ class Step:
 
 
 def read_step(path: Path) -> Step:
-    """Parses the header comment of a step's file: title line, change:, why:, limits:."""
-    header: list[str] = []
+    """Parses the header comment of a step's file: title line, change:, why:, limits:.
+
+    Raises UsageError where the file cannot be read or says something else.
+    """
     try:
         source = path.read_text(encoding="utf-8")
+        sha256 = code_sha256(path)
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    header: list[str] = []
     for line in source.splitlines():
         if not line.startswith("//"):
             break
         header.append(line[2:].strip())
     title = re.fullmatch(r"(\w+) -- (.+)", header[0]) if header else None
     if not title:
-        raise UsageError(f"{path}: the first line must read '// vNN -- title'")
+        raise UsageError(f"{path}: the first line must read '// v04 -- title'")
     fields: dict[str, str] = {}
     key = None
     for line in header[1:]:
@@ -98,24 +112,40 @@ def read_step(path: Path) -> Step:
     for name in ("change", "why", "limits"):
         if name not in fields:
             raise UsageError(f"{path}: no '// {name}:' line in the header comment")
-    limits = _LIMITS.match(fields["limits"])
-    if not limits:
-        raise UsageError(
-            f"{path}: 'limits:' must read like 'bf16, fp16; head_dim 8-256 by 8; sm_80', "
-            f"not '{fields['limits']}'"
-        )
     return Step(
         name=title[1],
         path=path,
         title=title[2],
         change=fields["change"],
         why=fields["why"],
-        code_sha256=code_sha256(path),
-        limits=Limits(
-            dtypes=tuple(limits["dtypes"].split(", ")),
-            lowest_head_dim=int(limits["lowest"]),
-            highest_head_dim=int(limits["highest"]),
-            head_dim_multiple=int(limits["multiple"]),
-            arch=limits["arch"],
-        ),
+        limits=_parse_limits(path, fields["limits"]),
+        code_sha256=sha256,
     )
+
+
+def _parse_limits(path: Path, text: str) -> Limits:
+    """Of a `limits:` line; what follows the architecture is for the reader."""
+    found = _LIMITS.match(text)
+    if not found:
+        raise UsageError(
+            f"{path}: 'limits:' must read like 'bf16, fp16; head_dim 8-256 by 8; sm_80', "
+            f"not '{text}'"
+        )
+    dtypes = tuple(found["dtypes"].split(", "))
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise UsageError(f"{path}: 'limits:' can name {', '.join(DTYPES)}, not {dtype}")
+    low, high, by = (int(found[name]) for name in ("lowest", "highest", "multiple"))
+    if not 0 < by <= low <= high or low % by or high % by:
+        raise UsageError(
+            f"{path}: 'limits:' must give head_dim from a lowest to a highest multiple of a step, "
+            f"not {low}-{high} by {by}"
+        )
+    number = int(found["arch"])
+    if number not in ARCHITECTURES or (found["exact"] and number < FIRST_EXACT_ARCHITECTURE):
+        known = ", ".join(f"sm_{known}" for known in ARCHITECTURES)
+        raise UsageError(
+            f"{path}: 'limits:' can name {known}, from sm_{FIRST_EXACT_ARCHITECTURE} on also with "
+            f"an 'a' behind, not sm_{number}{found['exact']}"
+        )
+    return Limits(dtypes, low, high, by, f"sm_{number}{found['exact']}")

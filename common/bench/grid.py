@@ -27,7 +27,7 @@ from tqdm import tqdm
 from verify.accuracy import expect
 from verify.cases import Case
 
-from ..catalog import all_steps
+from ..catalog import steps_to_run
 from ..errors import UsageError
 from ..operation import FORWARD
 from ..problem import GRID as GRID_PROBLEMS
@@ -60,7 +60,7 @@ CELLS = tuple(Case.of(name, problem) for name, problem in GRID_PROBLEMS.items())
 
 
 def grid_steps() -> list[Step]:
-    steps = [step for step in all_steps() if step.operation == FORWARD]
+    steps = [step for step in steps_to_run() if step.operation == FORWARD]
     return [step for step in steps if step.name >= FIRST_STEP]
 
 

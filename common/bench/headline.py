@@ -28,7 +28,7 @@ import torch
 from verify.cases import Case
 from verify.reference import oracle_of, yardstick_of
 
-from ..catalog import all_steps
+from ..catalog import all_steps, step_before
 from ..errors import UsageError
 from ..operation import Operation
 from ..patch import read_patch
@@ -58,10 +58,7 @@ class Candidate:
 
 
 def step_candidate(step: Step) -> Candidate:
-    ladder = [other for other in all_steps() if other.operation == step.operation]
-    index = ladder.index(step)
-    baseline = ladder[index - 1] if index else None
-    return Candidate(step, baseline, step.path, Path(f"{step.name}.json"))
+    return Candidate(step, step_before(step), step.path, Path(f"{step.name}.json"))
 
 
 def experiment_candidates() -> list[Candidate]:

@@ -19,6 +19,7 @@ import re
 import sys
 from pathlib import Path
 
+from ..catalog import require_well_formed
 from ..cli import Parser, guarded
 from ..errors import UsageError
 from ..records import STATIC, write_atomically
@@ -47,8 +48,9 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
     """Rewrites what differs from the records, or with check only looks; returns the paths.
 
     Raises UsageError naming each file with a marker missing or wrong; such a file is left as it is,
-    the others are done.
+    the others are done. Where a step's file is malformed, nothing is: its rows would be lost.
     """
+    require_well_formed()
     profiles_dir = root / "profiles"
     folders = {path for path in profiles_dir.glob("*") if path.is_dir()} - {
         profiles_dir / HEADLINE_GPU,
