@@ -1,187 +1,15 @@
-"""The commands behind `make step`, `make bench` and .ci/run: python -m common COMMAND."""
+"""The commands behind make: python -m common COMMAND.
+
+Each imports what it needs when it runs, so that a comparison of two records asks for no torch.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
-import torch
-
-from verify.check import check_steps
-from verify.compile_gate import compile_all
-
-from .bench.ncu import collect
-from .bench.static_analysis import count_bank_conflicts, static_path, static_record
-from .bench.timeline import timeline_patch, timeline_record
-from .catalog import all_steps, find_step
 from .cli import Parser, guarded
-from .errors import UsageError
-from .problem import COUNTED
-from .records import PROFILES_DIR, gpu_folder, is_stale, read_records, write_record
-from .report import tables
-from .report import terminal as summary
-from .report.compare import change_table, find_two, source_diff
-from .report.markdown import HEADLINE_GPU, regenerate
-from .report.record_set import Profile, load_profile
-from .runtime.gpu import GpuBackend
-from .source import ROOT
-from .step import Step
-
-
-def run_step(name: str) -> int:
-    """Builds, checks and measures one step, or without a GPU shows its record; then the worklog."""
-    step = find_step(name)
-    if step not in all_steps():
-        raise UsageError(f"'{name}' is not in steps/: make check STEPS={name} checks it")
-    print(f"{step.name}: {step.title}\n\nchange: {step.change}\nwhy: {step.why}\n", flush=True)
-    if not check_steps([step]):
-        return 1
-    _print_bank_conflicts(count_bank_conflicts(step))
-    obstacle = _why_not_timed(step)
-    if obstacle is None:
-        from .bench.headline import measure, step_candidate
-
-        (path,) = measure([step_candidate(step)])
-        print(f"\nMeasured just now, {path.relative_to(ROOT)}:")
-    else:
-        path = PROFILES_DIR / HEADLINE_GPU / f"{step.name}.json"
-        print(
-            f"\nNot timed, as {obstacle}: the SIMT runtime executed the step, "
-            "which says nothing of its speed."
-        )
-        print(f"Recorded on the {HEADLINE_GPU.upper()}, {path.relative_to(ROOT)}:")
-    recorded = load_profile(path.parent, ROOT)
-    record = recorded.records.get(step.name)
-    if record is None:
-        print("  not measured")
-    else:
-        if step.name in recorded.stale:
-            print("  stale: the source has changed since")
-        print(summary.measured(record))
-    _report_regenerated()
-    return 0
-
-
-def _why_not_timed(step: Step) -> str | None:
-    """None where there is a GPU that runs the step."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return GpuBackend().refusal(step, step.operation.headline.specialization)
-
-
-def _report_regenerated() -> None:
-    for name in regenerate():
-        print(f"regenerated {name}")
-
-
-def bench(experiments: bool) -> int:
-    """Measures all steps, or all experiments beside their steps, in one run."""
-    _require_gpu()
-    from .bench.headline import experiment_candidates, measure, step_candidate
-
-    candidates = (
-        experiment_candidates() if experiments else [step_candidate(step) for step in all_steps()]
-    )
-    if not candidates:
-        raise UsageError("no experiments/*.patch that applies")
-    written = measure(candidates)
-    for path in written:
-        print(f"recorded {path.relative_to(ROOT)}")
-    if not experiments:
-        print(tables.results(load_profile(written[0].parent, ROOT)))
-    _report_regenerated()
-    return 0
-
-
-def bench_grid() -> int:
-    """Measures the steps and their peers over a grid of shapes."""
-    _require_gpu()
-    from .bench.grid import measure_grid
-
-    return _report(measure_grid(), tables.grid)
-
-
-def bench_latency() -> int:
-    """Measures what small calls of attention() and of the peers cost."""
-    _require_gpu()
-    from .bench.latency import measure_latency
-
-    return _report(measure_latency(), tables.latency)
-
-
-def _report(path: Path, table: Callable[[Profile], str]) -> int:
-    """Prints what was recorded there."""
-    print(f"recorded {path.relative_to(ROOT)}")
-    print(table(load_profile(path.parent, ROOT)))
-    _report_regenerated()
-    return 0
-
-
-def _require_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise UsageError("nothing can be timed: there is no CUDA device")
-
-
-def profile(name: str) -> int:
-    """Records what is known of a step or an experiment without a GPU.
-
-    On one, also ncu's counters and, where the step has a patch for it, the timeline.
-    """
-    step = find_step(name)
-    record = static_record(step)
-    print(f"{step.name}: {step.title}\n\n{summary.compiled(record)}")
-    _print_bank_conflicts(record["banks"])
-    _write(static_path(step), record)
-    if torch.cuda.is_available():
-        _add_counters(step)
-        if step in all_steps() and timeline_patch(step).is_file():
-            _write(_gpu_folder() / "timelines" / f"{step.name}.json", timeline_record(step))
-    else:
-        print("No counters of Nsight Compute and no timeline, as there is no CUDA device.")
-    _report_regenerated()
-    return 0
-
-
-def compare(first: str, second: str) -> int:
-    """Prints the diff of two steps and, of the headline GPU's records, what changes with it."""
-    steps = find_two(first, second)
-    table = change_table(load_profile(PROFILES_DIR / HEADLINE_GPU, ROOT), *steps)
-    print(f"{source_diff(*steps)}\n\n{table}", flush=True)
-    return 0
-
-
-def _add_counters(step: Step) -> None:
-    """Adds ncu's counters to what was measured here. Raises UsageError where nothing was."""
-    folder = _gpu_folder()
-    remedy = f"make step N={step.name}"
-    if step not in all_steps():
-        folder, remedy = folder / "experiments", "make bench EXPERIMENTS=1"
-    record = read_records(folder).get(step.name)
-    if record is None or is_stale(record, step):
-        raise UsageError(f"{step.name} has no record of its present source: {remedy}")
-    print(f"{step.name}: profiling", flush=True)
-    counters = collect(step)
-    if isinstance(counters, str):
-        print(f"warning: Nsight Compute's counters are {counters}", file=sys.stderr)
-        if not isinstance(record["counters"], str):
-            return  # those of a run that was permitted stay
-    _write(folder / f"{step.name}.json", record | {"counters": counters})
-
-
-def _gpu_folder() -> Path:
-    return PROFILES_DIR / gpu_folder(torch.cuda.get_device_name())
-
-
-def _write(path: Path, record: dict) -> None:
-    write_record(path, record)
-    print(f"recorded {path.relative_to(ROOT)}")
-
-
-def _print_bank_conflicts(places: list[dict]) -> None:
-    problem = f"{COUNTED.shape.seq_q} queries and {COUNTED.shape.seq_k} keys"
-    print(f"\nShared memory, counted by the SIMT runtime on {problem}:\n")
-    print(summary.bank_conflicts(places), flush=True)
+from .interpreter import require_package, require_python
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -191,10 +19,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _main(arguments: list[str] | None) -> int:
     parser = Parser(prog="python -m common")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("step", help="build, check and measure one step").add_argument("name")
-    commands.add_parser(
-        "profile", help="what compiler, SIMT runtime and Nsight Compute say of one step"
-    ).add_argument("name")
+    step = commands.add_parser("step", help="build, check and measure steps")
+    step.add_argument("names", nargs="+", metavar="STEP")
+    profile = commands.add_parser(
+        "profile", help="what compiler, SIMT runtime and Nsight Compute say of steps"
+    )
+    profile.add_argument("names", nargs="+", metavar="STEP")
     measured = commands.add_parser("bench", help="measure all steps").add_mutually_exclusive_group()
     measured.add_argument("--experiments", action="store_true", help="the experiments instead")
     measured.add_argument("--grid", action="store_true", help="over a grid of shapes")
@@ -203,19 +33,58 @@ def _main(arguments: list[str] | None) -> int:
     compared.add_argument("first")
     compared.add_argument("second")
     commands.add_parser("compile", help="compile all steps with nvcc and report their resources")
-    options = parser.parse_args(arguments)
-    if options.command == "step":
-        return run_step(options.name)
-    if options.command == "bench":
-        if options.latency:
-            return bench_latency()
-        return bench_grid() if options.grid else bench(options.experiments)
-    if options.command == "profile":
-        return profile(options.name)
+    commands.add_parser("lint", help="fail where a file in steps/ is malformed")
+    launched = commands.add_parser("launch", help="launch a step once, for ncu to watch")
+    launched.add_argument("name", metavar="STEP")
+    return _run(parser.parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.command == "compare":
-        return compare(options.first, options.second)
-    return compile_all()
+        return _compare(options.first, options.second)
+    if options.command == "compile":
+        from verify.compile_gate import compile_all
+
+        return compile_all()
+    if options.command == "lint":
+        from .catalog import require_well_formed
+
+        require_well_formed()
+        return 0
+    if options.command == "launch":
+        from .bench.ncu import launch_once
+        from .catalog import find_step
+
+        launch_once(find_step(options.name))
+        return 0
+    from .commands import bench, bench_grid, bench_latency, profile, run_steps
+
+    if options.command == "step":
+        return run_steps(options.names)
+    if options.command == "profile":
+        return profile(options.names)
+    if options.latency:
+        return bench_latency()
+    return bench_grid() if options.grid else bench(options.experiments)
+
+
+def _compare(first: str, second: str) -> int:
+    """Prints the diff of two steps and, of the headline GPU's records, what changes with it."""
+    from .records import PROFILES_DIR
+    from .report.compare import change_table, find_two, source_diff
+    from .report.markdown import HEADLINE_GPU
+    from .report.record_set import load_profile
+    from .source import ROOT
+
+    steps = find_two(first, second)
+    table = change_table(load_profile(PROFILES_DIR / HEADLINE_GPU, ROOT), *steps)
+    print(f"{source_diff(*steps)}\n\n{table}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    require_python("-m", "common")
+    try:
+        sys.exit(main())
+    except ModuleNotFoundError as error:
+        require_package(error, "-m", "common")

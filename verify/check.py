@@ -17,12 +17,21 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.catalog import all_steps, find_step
+from common.interpreter import require_package, require_python
+
+if __name__ == "__main__":
+    require_python(__file__)
+try:
+    import torch
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    require_package(error, __file__)
+
+from common.catalog import find_step, steps_to_run
 from common.cli import Parser, guarded
 from common.errors import NotEnoughMemoryError, UsageError
 from common.runtime.backend import Backend
@@ -230,7 +239,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     if options.sanitize and options.backend == "gpu":
         raise UsageError("--sanitize is for the CPU build; on a GPU run compute-sanitizer")
     good = check_steps(
-        [find_step(name) for name in options.steps] or all_steps(),
+        [find_step(name) for name in options.steps] or steps_to_run(),
         options.backend,
         options.seed,
         options.cases.split(",") if options.cases is not None else None,

@@ -1,7 +1,7 @@
-"""Nsight Compute's counters of a step at the headline shape.
+"""Nsight Compute's counters of a step at the headline problem.
 
-`python -m common.bench.ncu steps/v04_register_tiles.cu` is what ncu runs. Profiling
-replays each kernel many times, so its durations are never mixed with measured times.
+`python -m common launch steps/v04_register_tiles.cu` is what ncu watches. It replays each kernel
+many times, so its durations are never mixed with measured times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 
 from verify.cases import Case
 
-from ..catalog import find_step
 from ..errors import UsageError
 from ..runtime.backend import run
 from ..runtime.build import toolkit_program
@@ -80,7 +79,7 @@ def collect(step: Step) -> dict[str, dict[str, float | None]] | str:
         raise UsageError("no ncu on PATH: install Nsight Compute, a part of the CUDA toolkit")
     command = [ncu, "--clock-control", "none", "--kernel-name", "regex:^attention_"]
     command += ["--metrics", ",".join(METRICS), "--csv", "--page", "raw", "--print-units", "base"]
-    command += [sys.executable, "-m", "common.bench.ncu", str(step.path)]
+    command += [sys.executable, "-m", "common", "launch", str(step.path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if NO_PERMISSION in ended.stdout + ended.stderr:
         return f"{NOT_COLLECTED}: not permitted ({NO_PERMISSION})"
@@ -128,14 +127,11 @@ def top_stalls(values: dict[str, float | None], count: int = 2) -> list[tuple[st
     return sorted(stalls, key=lambda stall: -stall[1])[:count]
 
 
-def _run_once(step: Step) -> None:
+def launch_once(step: Step) -> None:
+    """Launches the step at the headline problem; nothing is checked or timed."""
     from ..runtime.gpu import GpuBackend
 
     backend = GpuBackend()
     case = Case.of("headline", step.operation.headline)
     run(backend, step, *case.make(backend.device), **case.arguments)
     torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    _run_once(find_step(sys.argv[1]))

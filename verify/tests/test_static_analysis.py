@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import __main__ as commands
+from common import commands
 from common.bench import static_analysis as static
 from common.bench.static_analysis import static_path, static_record
 from common.catalog import find_step
@@ -94,7 +94,7 @@ def test_only_steps_and_experiments_have_records():
 
 @pytest.mark.usefixtures("without_nvcc")
 def test_profile_of_an_experiment_has_a_record_of_its_own(tmp_path, capsys):
-    assert commands.profile("experiments/v04_no_padding.patch") == 0
+    assert commands.profile(["experiments/v04_no_padding.patch"]) == 0
     (path,) = tmp_path.rglob("*.json")
     record = read_records(path.parent, STATIC_RECORD)["v04_no_padding"]
     assert record["source"] == "experiments/v04_no_padding.patch"
@@ -115,16 +115,16 @@ def test_counters_need_a_measurement():
     with pytest.raises(
         UsageError, match="v04 has no record of its present source: make step N=v04"
     ):
-        commands.profile("v04")
+        commands.profile(["v04"])
     with pytest.raises(UsageError, match=r"v04_no_padding has no .*: make bench EXPERIMENTS=1"):
-        commands.profile("experiments/v04_no_padding.patch")
+        commands.profile(["experiments/v04_no_padding.patch"])
 
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_counters_that_are_not_permitted_replace_none(monkeypatch, tmp_path, capsys):
     def counters_after(collected):
         monkeypatch.setattr(commands, "collect", lambda step: collected)
-        assert commands.profile("v04") == 0
+        assert commands.profile(["v04"]) == 0
         return read_records(tmp_path / "h200")["v04"]["counters"]
 
     write_record(tmp_path / "h200/v04.json", fake_record(V04))

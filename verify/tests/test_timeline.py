@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from common import __main__ as commands
+from common import commands
 from common.bench.timeline import (
     EVENTS,
     read_samples,
@@ -261,7 +261,7 @@ def test_profile_takes_the_timeline_along(tmp_path, monkeypatch, capsys):
     for has_gpu, name, written in runs:
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         write_record(tmp_path / f"h200/{name}.json", fake_record(find_step(name)))
-        assert commands.profile(name) == 0
+        assert commands.profile([name]) == 0
         assert bool(read_records(tmp_path / "h200/timelines", TIMELINE_RECORD)) == written
     assert "recorded h200/timelines/v09.json" in capsys.readouterr().out
 

@@ -1,0 +1,187 @@
+"""What `make step`, `make bench` and `make profile` do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from verify.check import check_steps
+
+from .bench.ncu import collect
+from .bench.static_analysis import count_bank_conflicts, static_path, static_record
+from .bench.timeline import timeline_patch, timeline_record
+from .catalog import all_steps, find_step, steps_to_run
+from .errors import UsageError
+from .problem import COUNTED
+from .records import PROFILES_DIR, gpu_folder, is_stale, read_records, write_record
+from .report import tables
+from .report import terminal as summary
+from .report.markdown import HEADLINE_GPU, regenerate
+from .report.record_set import Profile, load_profile
+from .runtime.gpu import GpuBackend
+from .source import ROOT
+from .step import Step
+
+
+def run_steps(names: Sequence[str]) -> int:
+    """Builds, checks and measures steps, or without a GPU shows their records; then the worklog."""
+    steps = [find_step(name) for name in names]
+    for name, step in zip(names, steps, strict=True):
+        if step not in all_steps():
+            raise UsageError(f"'{name}' is not in steps/: make check STEPS={name} checks it")
+    right = [_run_step(step) for step in steps]
+    if any(right):
+        _report_regenerated()
+    return 0 if all(right) else 1
+
+
+def _run_step(step: Step) -> bool:
+    """Whether the step is right; a wrong one is not measured."""
+    print(f"{step.name}: {step.title}\n\nchange: {step.change}\nwhy: {step.why}\n", flush=True)
+    if not check_steps([step]):
+        return False
+    _print_bank_conflicts(count_bank_conflicts(step))
+    obstacle = _why_not_timed(step)
+    if obstacle is None:
+        from .bench.headline import measure, step_candidate
+
+        (path,) = measure([step_candidate(step)])
+        print(f"\nMeasured just now, {path.relative_to(ROOT)}:")
+    else:
+        path = PROFILES_DIR / HEADLINE_GPU / f"{step.name}.json"
+        print(
+            f"\nNot timed, as {obstacle}: the SIMT runtime executed the step, "
+            "which says nothing of its speed."
+        )
+        print(f"Recorded on the {HEADLINE_GPU.upper()}, {path.relative_to(ROOT)}:")
+    recorded = load_profile(path.parent, ROOT)
+    record = recorded.records.get(step.name)
+    if record is None:
+        print("  not measured")
+    else:
+        if step.name in recorded.stale:
+            print("  stale: the source has changed since")
+        print(summary.measured(record))
+    return True
+
+
+def _why_not_timed(step: Step) -> str | None:
+    """None where there is a GPU that runs the step."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return GpuBackend().refusal(step, step.operation.headline.specialization)
+
+
+def _report_regenerated() -> None:
+    for name in regenerate():
+        print(f"regenerated {name}")
+
+
+def bench(experiments: bool) -> int:
+    """Measures all steps, or all experiments beside their steps, in one run."""
+    _require_gpu()
+    from .bench.headline import experiment_candidates, measure, step_candidate
+
+    candidates = (
+        experiment_candidates()
+        if experiments
+        else [step_candidate(step) for step in steps_to_run()]
+    )
+    if not candidates:
+        raise UsageError("no experiments/*.patch that applies")
+    written = measure(candidates)
+    for path in written:
+        print(f"recorded {path.relative_to(ROOT)}")
+    if not experiments:
+        print(tables.results(load_profile(written[0].parent, ROOT)))
+    _report_regenerated()
+    return 0
+
+
+def bench_grid() -> int:
+    """Measures the steps and their peers over a grid of shapes."""
+    _require_gpu()
+    from .bench.grid import measure_grid
+
+    return _report(measure_grid(), tables.grid)
+
+
+def bench_latency() -> int:
+    """Measures what small calls of attention() and of the peers cost."""
+    _require_gpu()
+    from .bench.latency import measure_latency
+
+    return _report(measure_latency(), tables.latency)
+
+
+def _report(path: Path, table: Callable[[Profile], str]) -> int:
+    """Prints what was recorded there."""
+    print(f"recorded {path.relative_to(ROOT)}")
+    print(table(load_profile(path.parent, ROOT)))
+    _report_regenerated()
+    return 0
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise UsageError("nothing can be timed: there is no CUDA device")
+
+
+def profile(names: Sequence[str]) -> int:
+    """Records what is known of steps or experiments without a GPU.
+
+    On one, also ncu's counters and, of a step with a patch for it, the timeline.
+    """
+    for step in [find_step(name) for name in names]:
+        _profile(step)
+    _report_regenerated()
+    return 0
+
+
+def _profile(step: Step) -> None:
+    record = static_record(step)
+    print(f"{step.name}: {step.title}\n\n{summary.compiled(record)}")
+    _print_bank_conflicts(record["banks"])
+    _write(static_path(step), record)
+    if torch.cuda.is_available():
+        _add_counters(step)
+        if step in all_steps() and timeline_patch(step).is_file():
+            _write(_gpu_folder() / "timelines" / f"{step.name}.json", timeline_record(step))
+    else:
+        print("No counters of Nsight Compute and no timeline, as there is no CUDA device.")
+
+
+def _add_counters(step: Step) -> None:
+    """Adds ncu's counters to what was measured here. Raises UsageError where nothing was."""
+    folder = _gpu_folder()
+    remedy = f"make step N={step.name}"
+    if step not in all_steps():
+        folder, remedy = folder / "experiments", "make bench EXPERIMENTS=1"
+    record = read_records(folder).get(step.name)
+    if record is None or is_stale(record, step):
+        raise UsageError(f"{step.name} has no record of its present source: {remedy}")
+    print(f"{step.name}: profiling", flush=True)
+    counters = collect(step)
+    if isinstance(counters, str):
+        print(f"warning: Nsight Compute's counters are {counters}", file=sys.stderr)
+        if not isinstance(record["counters"], str):
+            return  # those of a run that was permitted stay
+    _write(folder / f"{step.name}.json", record | {"counters": counters})
+
+
+def _gpu_folder() -> Path:
+    return PROFILES_DIR / gpu_folder(torch.cuda.get_device_name())
+
+
+def _write(path: Path, record: dict) -> None:
+    write_record(path, record)
+    print(f"recorded {path.relative_to(ROOT)}")
+
+
+def _print_bank_conflicts(places: list[dict]) -> None:
+    problem = f"{COUNTED.shape.seq_q} queries and {COUNTED.shape.seq_k} keys"
+    print(f"\nShared memory, counted by the SIMT runtime on {problem}:\n")
+    print(summary.bank_conflicts(places), flush=True)

@@ -1,0 +1,191 @@
+"""The steps in the folder: how they are found, and what a malformed file does to the others."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from common import attention, catalog
+from common.__main__ import main
+from common.catalog import all_steps, find_step, require_well_formed, step_before, steps_to_run
+from common.errors import UsageError
+from common.runtime.backend import DTYPE_NAMES
+from common.source import ROOT
+from common.step import ARCHITECTURES, DTYPES, read_step
+from verify.check import main as check
+
+LIMITS = "limits: bf16, fp16; head_dim 8-256 by 8; sm_80"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of steps, which can be changed until the first look at it."""
+    copy = tmp_path.resolve() / "steps"
+    shutil.copytree(ROOT / "steps", copy)
+    monkeypatch.setattr(catalog, "STEPS_DIR", copy)
+    catalog._catalog.cache_clear()
+    yield copy
+    catalog._catalog.cache_clear()
+
+
+def replace(path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+# What is done to v03_online_softmax.cu, and what is said of it.
+MALFORMED = {
+    "no header": (lambda path: path.write_text("int x;\n"), "the first line must read '// v04 --"),
+    "empty": (lambda path: path.write_text(""), "the first line must read"),
+    "no title": (lambda path: replace(path, "// v03 -- ", "// v03: "), "the first line must read"),
+    "other name": (lambda path: replace(path, "// v03", "// v04"), "calls it v04, not v03"),
+    "no field": (lambda path: replace(path, "// why:", "// because:"), "no '// why:' line"),
+    "no UTF-8": (lambda path: path.write_bytes(b"// v03 -- \xff"), "is not UTF-8 text"),
+    "dtype": (lambda path: replace(path, ": bf16, ", ": bf61, "), "can name bf16, fp16, fp32, not"),
+    "architecture": (lambda path: replace(path, "; sm_80", "; sm_81"), "can name sm_75, sm_80,"),
+    "folder": (lambda path: (path.unlink(), path.mkdir()), "cannot be read: Is a directory"),
+    "dangling": (
+        lambda path: (path.unlink(), path.symlink_to("nowhere")),
+        "cannot be read: No such file",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_file_is_an_error_only_for_itself(folder, capsys, kind):
+    change, told = MALFORMED[kind]
+    path = folder / "v03_online_softmax.cu"
+    change(path)
+    names = [step.name for step in all_steps()]
+    assert names == ["v01", "v02", *(f"v{number:02d}" for number in range(4, 11))]
+    assert find_step("v07").name == "v07"
+    for name in ("3", "v03", "steps/v03", "v03_online_softmax"):
+        with pytest.raises(UsageError) as error:
+            find_step(name)
+        assert str(path) in str(error.value)
+        assert told in str(error.value)
+    with pytest.raises(UsageError, match="v03_online_softmax"):
+        require_well_formed()
+    assert not capsys.readouterr().err
+    assert [step.name for step in steps_to_run()] == names
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: skipped ")
+    assert told in line
+
+
+def test_attention_works_beside_a_malformed_file(folder):
+    (folder / "v03_online_softmax.cu").write_text("int x;\n")
+    q = torch.zeros(1, 1, 4, 8)
+    assert torch.equal(attention(q, q, q, step="v01"), q)
+    with pytest.raises(UsageError, match="the first line must read"):
+        attention(q, q, q, step="v03")
+
+
+def test_check_of_a_malformed_file_is_one_clear_line(folder, capsys):
+    (folder / "v03_online_softmax.cu").write_text("int x;\n")
+    for name in ("v03", str(folder / "v03_online_softmax.cu")):
+        assert check([name]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "v03_online_softmax.cu: the first line must read" in line
+
+
+def test_lint_reports_every_malformed_file(folder, capsys):
+    assert main(["lint"]) == 0
+    catalog._catalog.cache_clear()
+    (folder / "v03_online_softmax.cu").write_text("int x;\n")
+    (folder / "v08_wgmma.cu").write_text("int x;\n")
+    assert main(["lint"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "v03_online_softmax.cu" in line
+    assert "v08_wgmma.cu" in line
+
+
+@pytest.mark.parametrize("name", ["v3_x.cu", "v11.cu", "v11-x.cu", "x11_x.cu", "V11_x.cu", "n.cu"])
+def test_a_file_with_another_name_is_named(folder, name):
+    (folder / name).write_text("")
+    assert len(all_steps()) == 10
+    with pytest.raises(UsageError, match=f"{name}: a step's file is called like v04_register"):
+        require_well_formed()
+
+
+@pytest.mark.parametrize("name", [".v11_x.cu", "v11_x.cu~", "notes.md"])
+def test_other_files_are_nobodys_concern(folder, name):
+    (folder / name).write_text("")
+    require_well_formed()
+
+
+def test_two_files_of_one_name_are_both_refused(folder):
+    """Which of them was meant, nobody knows."""
+    shutil.copy(folder / "v10_fused.cu", folder / "v10_better.cu")
+    assert [step.name for step in all_steps()][-1] == "v09"
+    with pytest.raises(UsageError, match=r"v10_better.cu: v10_fused.cu is v10 too: rename one"):
+        find_step("v10")
+
+
+def test_no_step_at_all_is_one_clear_line(folder, capsys):
+    for path in folder.iterdir():
+        path.write_text("")
+    assert check([]) == 2
+    *warnings, error = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 10
+    assert error.startswith("error: no step in ")
+
+
+def test_the_step_before(folder):
+    (folder / "v03_online_softmax.cu").write_text("int x;\n")
+    before = {step.name: step_before(step) for step in all_steps()}
+    assert before["v01"] is None
+    assert before["v02"].name == "v01"
+    assert before["v04"] is None  # not v02: what v04 gains over that is not one step's
+    assert before["v10"].name == "v09"
+
+
+def write(tmp_path, limits: str):
+    path = tmp_path / "v99_x.cu"
+    path.write_text(f"// v99 -- title\n// change: a\n// why: b\n// {limits}\n")
+    return path
+
+
+def test_limits(tmp_path):
+    step = read_step(write(tmp_path, "limits: fp32, bf16; head_dim 16-128 by 16; sm_90a, so far"))
+    assert step.limits.dtypes == ("fp32", "bf16")
+    limits = step.limits
+    assert (limits.lowest_head_dim, limits.highest_head_dim, limits.head_dim_multiple) == (
+        *(16, 128),
+        16,
+    )
+    assert limits.arch == "sm_90a"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("fp16", "fp61", "can name bf16, fp16, fp32, not fp61"),
+        ("fp16", "FP16", "must read like"),
+        ("bf16, fp16", "bf16 fp16", "must read like"),
+        ("8-256", "256-8", "not 256-8 by 8"),
+        ("8-256", "8-250", "not 8-250 by 8"),
+        ("8-256", "4-256", "not 4-256 by 8"),
+        ("by 8", "by 0", "not 8-256 by 0"),
+        ("sm_80", "sm_81", "not sm_81"),
+        ("sm_80", "sm_70", "not sm_70"),
+        ("sm_80", "sm_80a", "not sm_80a"),
+        ("sm_80", "sm_90ab", "must read like"),
+        ("sm_80", "80", "must read like"),
+    ],
+)
+def test_wrong_limits_are_one_clear_line(tmp_path, old, new, told):
+    assert old in LIMITS
+    with pytest.raises(UsageError, match=f"v99_x.cu: 'limits:' .*{told}"):
+        read_step(write(tmp_path, LIMITS.replace(old, new)))
+
+
+def test_names_of_dtypes_are_those_of_the_backends():
+    assert set(DTYPES) == set(DTYPE_NAMES.values())
+
+
+def test_architectures_of_the_steps_are_known():
+    assert {int(step.limits.arch[3:].rstrip("a")) for step in all_steps()} <= set(ARCHITECTURES)
