@@ -7,10 +7,20 @@ ifdef PYTHON
 else
     PY := .venv/bin/python
     CLANG_FORMAT := .venv/bin/clang-format
-    # PyCUDA needs the driver to run. While pip builds it, it looks for the toolkit around the first nvcc on PATH.
+    # PyCUDA is built here: against the driver, Python's headers and the toolkit around the first
+    # nvcc on PATH. Where there is no nvcc, NVIDIA's packages in .venv/cuda take its place.
+    DRIVER := $(shell python3 -c 'import ctypes; ctypes.CDLL("libcuda.so.1"); \
+        print(*{line.split()[-1] for line in open("/proc/self/maps") if "libcuda.so" in line})' 2>/dev/null)
+    HEADERS := $(shell python3 -c 'from sysconfig import get_path; print(get_path("include") + "/Python.h")')
+    GPU := $(and $(DRIVER),$(wildcard $(HEADERS)))
     CUDA := $(or $(CUDA_HOME),$(wildcard /usr/local/cuda))
     CUDA_ENV := $(if $(CUDA),PATH="$(CUDA)/bin:$$PATH")
-    GPU := $(shell python3 -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null && $(CUDA_ENV) command -v nvcc)
+    ifneq ($(GPU),)
+        ifeq ($(shell $(CUDA_ENV) command -v nvcc),)
+            CUDA_FILES := $(CURDIR)/.venv/lib/python3.*/site-packages/nvidia/cu13
+            CUDA_ENV := PATH="$(CURDIR)/.venv/cuda/bin:$$PATH" LDFLAGS=-Wl,-rpath,$(CURDIR)/.venv/cuda/lib
+        endif
+    endif
     REQUIREMENTS := requirements.txt $(if $(GPU),requirements-gpu.txt)
     READY := .venv/.ready$(if $(GPU),-gpu)
 endif
@@ -26,13 +36,44 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-9s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY)  ## make .venv from the pinned requirements
+ifeq ($(GPU),)
+ifneq ($(DRIVER),)
+	@echo 'note: without a GPU backend, as PyCUDA cannot be built: there is no $(HEADERS). Install it'
+	@echo '      (on Debian and Ubuntu: apt install python3-dev), then make setup again.'
+endif
+endif
 
 # The stamp is made last and removed first: an interrupted setup is never taken for a finished one.
-.venv/.ready .venv/.ready-gpu: requirements.txt requirements-gpu.txt
+.venv/.ready .venv/.ready-gpu: requirements.txt requirements-gpu.txt requirements-cuda.txt
+	@python3 -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 14) or sys.exit( \
+	    "error: python3 is Python %d.%d: put one of 3.10 to 3.13 first on PATH" % v[:2])'
+	@echo 'Making .venv from $(REQUIREMENTS): SIZES'
 	rm -f .venv/.ready*
 	python3 -m venv .venv
+ifdef CUDA_FILES
+	@echo 'There is a CUDA driver and no nvcc: the compiler comes from PyPI, into .venv/cuda.'
+	.venv/bin/python -m pip install -r requirements-cuda.txt
+	rm -rf .venv/cuda
+	mkdir -p .venv/cuda/lib
+	ln -s $(CUDA_FILES)/bin $(CUDA_FILES)/include $(CUDA_FILES)/nvvm .venv/cuda
+	ln -s $(firstword $(DRIVER)) .venv/cuda/lib/libcuda.so
+	ln -s $(CUDA_FILES)/lib/libcurand.so.10 .venv/cuda/lib
+	ln -s libcurand.so.10 .venv/cuda/lib/libcurand.so
+endif
 	$(CUDA_ENV) .venv/bin/python -m pip install $(foreach file,$(REQUIREMENTS),-r $(file))
 	touch $@
+
+# Of a variable that is given twice, make takes the last and says nothing.
+GIVEN := $(shell tr '\0' '\n' 2>/dev/null </proc/$$PPID/cmdline || ps -o args= -p $$PPID)
+define refuse_twice
+    ifneq ($(word 2,$(filter $(1)=%,$(GIVEN))),)
+        $$(error $(1) is given twice, $(filter $(1)=%,$(GIVEN)): give it once, as in $(2))
+    endif
+endef
+$(eval $(call refuse_twice,N,make step N="7 8"))
+$(eval $(call refuse_twice,M,make compare N=8 M=9))
+$(eval $(call refuse_twice,STEPS,make check STEPS="v01 v03"))
+$(eval $(call refuse_twice,CASES,make check CASES="ragged gqa"))
 
 ifneq ($(filter step profile,$(MAKECMDGOALS)),)
     ifndef N
@@ -51,17 +92,17 @@ packages:
 	@$(PY) -c 'from importlib.util import find_spec as f; exit(not (f("torch") and f("tqdm")))' || \
 	    { echo "error: $(PY) lacks packages: $(PY) -m pip install -r requirements.txt" >&2; exit 2; }
 
-step: $(READY)  ## N=4: build and check that step, time it if there is a GPU, regenerate its row
+step: $(READY)  ## N=4, N="4 5": build and check these steps, time them if there is a GPU, regenerate their rows
 	$(PY) -m common step $(N)
 
 check: $(READY)  ## all steps on all cases; STEPS="v01 v03" CASES=ragged,gqa SEED=1 SANITIZE=1 BACKEND=cpu
-	$(PY) verify/check.py $(strip $(STEPS) $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED)) \
+	$(PY) verify/check.py $(strip $(STEPS) $(if $(CASES),--cases '$(CASES)') $(if $(SEED),--seed $(SEED)) \
 	    $(if $(BACKEND),--backend $(BACKEND)) $(if $(SANITIZE),--sanitize))
 
 bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the experiments; GRID=1: more shapes; LATENCY=1: small calls
 	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments) $(if $(GRID),--grid) $(if $(LATENCY),--latency)
 
-profile: $(READY)  ## N=4: registers, instructions and bank conflicts of that step; on a GPU also ncu's counters and, of v09 and v10, a timeline
+profile: $(READY)  ## N=4, N="4 5": registers, instructions and bank conflicts of these steps; on a GPU also ncu's counters and, of v09 and v10, a timeline
 	$(PY) -m common profile $(N)
 
 compare: $(READY)  ## N=8 M=9: the diff of two steps, and from profiles/ what changes with it: time, counters, resources
@@ -73,7 +114,8 @@ worklog: $(READY)  ## write tables, numbers and plots from profiles/; CHECK=1: f
 test: $(READY)  ## pytest
 	$(PY) -m pytest $(if $(PYTHON),,-n auto)
 
-lint: $(READY)  ## ruff and clang-format, changing nothing
+lint: $(READY)  ## steps/, ruff and clang-format, changing nothing
+	$(PY) -m common lint
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(CLANG_FORMAT) --dry-run --Werror $(CXX_FILES)
