@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UsageError
-from .operation import Operation, operation_of
+from .operation import OPERATIONS, Operation, operation_of
 from .problem import Specialization
 from .source import code_sha256
 
-LETTERS = "v"  # of the ladders; the first is meant where a step is called by its number alone
+# Of the ladders. The first is meant where a step is called by its number alone.
+LETTERS = "".join(OPERATIONS)
 DTYPES = ("bf16", "fp16", "fp32")
 # Compute capabilities that nvcc of CUDA 13 knows. From 9.0 on there are instructions of one
 # architecture alone, and an "a" behind its number.
