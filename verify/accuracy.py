@@ -17,7 +17,7 @@ UNIT_ROUNDOFF_FP32 = 2.0**-24
 class Measure:
     """One error and what is allowed of it."""
 
-    name: str  # "o max", "o rms" or "lse max"
+    name: str  # "o max", "o rms", "o bias" or "lse max"
     error: float
     allowance: float
 
@@ -31,12 +31,13 @@ class Measure:
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's result, and how far from it a step may be: allowances of the three measures."""
+    """The oracle's result, and how far from it a step may be: allowances of the four measures."""
 
     o: torch.Tensor
     lse: torch.Tensor
     o_max: float
     o_rms: float
+    o_bias: float
     lse_max: float
 
 
@@ -74,8 +75,47 @@ def expect(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Exp
         lse,
         o_max=2 * o_error.max().item() + floor(o.abs().max().item()),
         o_rms=2 * rms(o_error) + floor(rms(o)),
+        o_bias=bias_allowance(case, q, o, delta),
         lse_max=2 * lse_error.max().item() + delta,
     )
+
+
+def bias(o: torch.Tensor, expected: torch.Tensor) -> float:
+    """How much further from zero than expected o is on average: mean((o - r) sign(r)) / mean|r|."""
+    magnitude = expected.abs().sum().item()
+    excess = ((o.double() - expected) * expected.sign()).sum().item()
+    return excess / magnitude if magnitude > 0 else excess
+
+
+def bias_allowance(case: Case, q: torch.Tensor, o: torch.Tensor, delta: float) -> float:
+    """How far from 0 bias() may be by chance: five standard deviations, and what no chance is in.
+
+    Errors of o to and away from zero cancel in a sum over all elements if every rounding is to
+    nearest; truncating P or o takes 0.7 u of everything, u being the dtype's unit roundoff. Twice
+    the yardstick's error leaves room for that, this measure does not. A rounding error is
+    uniformly distributed within +-u of a number, with variance u^2 / 3:
+    - those of o are independent of each other;
+    - those of a row's weights, P, are not independent in the row's elements. Were they the same for
+      all keys, they would add up to an error of u / sqrt(3) times the row's sum of |o|; as they
+      differ, to less. `delta`, the error that a weight has from its logit, is treated alike;
+    - rows of equal queries may have equal P and o, and then share all their errors.
+    Not by chance, tensor cores truncate: a sum of 8 products and more loses up to 2^-23 of itself
+    whenever another 8 are added.
+    """
+    magnitude = o.abs().sum().item()
+    if magnitude == 0:
+        return 0.0
+    dtype = torch.finfo(case.dtype)
+    unit_roundoff = dtype.eps / 2
+    half_subnormal = dtype.smallest_normal * unit_roundoff
+    _, group = q.flatten(0, 2).float().unique(dim=0, return_inverse=True)
+    rows = o.abs().flatten(0, 2)  # [batch * heads * seq_q, head_dim]
+    of_groups = torch.zeros(int(group.max()) + 1, rows.shape[1], dtype=rows.dtype, device=o.device)
+    of_o = of_groups.index_add(0, group, (unit_roundoff * rows).clamp(min=half_subnormal))
+    of_p = of_groups.index_add(0, group, rows).sum(-1) * math.hypot(unit_roundoff, delta)
+    variance = (of_o.square().sum() + of_p.square().sum()).item() / 3
+    truncated = 2 * UNIT_ROUNDOFF_FP32 * case.shape.seq_k / 8
+    return 5 * math.sqrt(variance) / magnitude + truncated
 
 
 def largest_norm(x: torch.Tensor) -> float:
@@ -106,13 +146,20 @@ def compare(
     o_error, lse_error = difference(o, expected.o), difference(lse, expected.lse)
     o_max = Measure("o max", o_error.max().item(), expected.o_max)
     o_rms = Measure("o rms", rms(o_error), expected.o_rms)
+    o_bias = Measure("o bias", abs(bias(o, expected.o)), expected.o_bias)
     lse_max = Measure("lse max", lse_error.max().item(), expected.lse_max)
     problems = []
     if not (o_max.passed and o_rms.passed):
         problems += mismatches("o", o, expected.o, o_error, o_max.allowance)
+    elif not o_bias.passed:
+        where = "further from zero" if bias(o, expected.o) > 0 else "nearer to zero"
+        problems += [f"o: all in all {where} than expected (truncated instead of rounded?)"]
     if not lse_max.passed:
         problems += mismatches("lse", lse, expected.lse, lse_error, lse_max.allowance)
-    return (o_max, o_rms, lse_max), problems
+    hidden = expected.lse.isneginf()
+    if (o[hidden].signbit() & (o[hidden] == 0)).any():
+        problems += ["o: rows that see no key have elements of -0: they must be +0"]
+    return (o_max, o_rms, o_bias, lse_max), problems
 
 
 def mismatches(

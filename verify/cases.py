@@ -1,13 +1,16 @@
 """The problems that every step is checked on: seeded, each chosen for a mistake it would show.
 
-A step is compiled for each (head_dim, dtype, causal), so the cases share fifteen of those; sizes
+A step is compiled for each (head_dim, dtype, causal), so the cases share eighteen of those; sizes
 are small because the SIMT runtime executes them thread by thread. Tiles are 16 to 192 rows: the
 lengths of the ragged cases are multiples of none. The steps on the tensor cores take no fp32: what
-an fp32 case shows of the scalar steps, another one must show of them.
+an fp32 case shows of the scalar steps, another one must show of them. Persistent steps run on 2
+multiprocessors and on 3 (check.py adds other numbers), so that a block computes many work tiles.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +62,27 @@ def far(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
     size = heads * seq * head_dim
     storage, _ = contiguous(((batch - 1) * 2**31 + size,), **options)
     return storage, storage.as_strided(shape, (2**31, seq * head_dim, head_dim, 1))
+
+
+def far_rows(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows 2^29 elements apart: from the fifth on, 32 bits cannot count how far into a head."""
+    batch, heads, seq, head_dim = shape
+    storage, _ = contiguous((((batch * heads * seq) - 1) * 2**29 + head_dim,), **options)
+    strides = (heads * seq * 2**29, seq * 2**29, 2**29, 1)
+    return storage, storage.as_strided(shape, strides)
+
+
+def misaligned_rows(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows start at multiples of 4 elements only: 8 bytes with 16-bit elements."""
+    batch, heads, seq, head_dim = shape
+    storage, _ = contiguous((batch, heads, seq, head_dim + 4), **options)
+    return storage, storage[..., :head_dim]
+
+
+def misaligned_start(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous, but the first element lies 4 elements past the start of its storage."""
+    storage, _ = contiguous((math.prod(shape) + 4,), **options)
+    return storage, storage[4:].view(tuple(shape))
 
 
 def expanded(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,6 +162,64 @@ def sudden_logits(case: Case, rng: torch.Generator) -> Inputs:
     return q, torch.where(chosen_k[..., None], 4 * signs, k), v
 
 
+def sudden_in_late_heads(case: Case, rng: torch.Generator) -> Inputs:
+    """Normal, but in the last 2 of every 66 heads one late key outdoes its row's first tile by
+    2^130.
+
+    Of two persistent blocks each has computed 32 work tiles when it gets there. In all other heads
+    a row's largest logit is in the first tile: whether a step does them again, too, which v10 does
+    to more of them the fewer blocks there are, must not change a bit.
+    """
+    q, k, v = normal(case, rng)
+    k[:, :, 128:] /= 16
+    signs = _signs((case.shape.head_dim,), rng)
+    x = 130 * math.log(2) / (case.scale * case.shape.head_dim * 4)
+    q[:, case.shape.heads * 64 // 66 :] = x * signs
+    k[:, case.shape.kv_heads * 64 // 66 :, 3 * case.shape.seq_k // 4] = 4 * signs
+    return q, k, v
+
+
+def sink(case: Case, rng: torch.Generator) -> Inputs:
+    """One key leads all others by 8 nats, and some 4,000 others together outweigh it.
+
+    It is the first key of the even heads and the last one of the odd heads.
+    """
+    signs = _signs((case.shape.head_dim,), rng)
+    q, k, v = normal(case, rng)
+    q, k = signs + q / 2, k / 2
+    leader = 8 / (case.scale * case.shape.head_dim) * signs
+    k[:, ::2, 0] = leader
+    k[:, 1::2, -1] = leader
+    return q, k, v
+
+
+def graded(
+    low: float, high: float, v_factor: float = 1
+) -> Callable[[Case, torch.Generator], Inputs]:
+    """Two late keys outdo all others, in the first row by 2^low, in the last one by 2^high.
+
+    So a P relative to the maximum of the first tile takes every magnitude between.
+    """
+
+    def inputs(case: Case, rng: torch.Generator) -> Inputs:
+        shape = case.shape
+        signs = _signs((shape.head_dim,), rng)
+        leads = torch.linspace(low, high, shape.seq_q) * math.log(2)
+        q = (leads / (case.scale * shape.head_dim))[:, None] * signs
+        _, k, v = normal(case, rng)
+        k /= 16
+        k[:, :, [shape.seq_k // 2, -1]] = signs
+        return q.expand(shape.q), k, v_factor * v
+
+    return inputs
+
+
+def deep_logits(case: Case, rng: torch.Generator) -> Inputs:
+    """Every logit is below -16000: what stands for -inf in a mask must be lower."""
+    y = torch.randint(64, 129, case.shape.kv[:3], generator=rng).float()
+    return _rank_one(case, rng, torch.full(case.shape.q[:3], -32.0), y)
+
+
 def one_hot(case: Case, rng: torch.Generator) -> Inputs:
     """Each query picks out one key, so that o is that key's row of v. Exact in bf16 and fp16.
 
@@ -161,6 +243,12 @@ def constant(case: Case, rng: torch.Generator) -> Inputs:
     return torch.full_like(q, 0.5), torch.full_like(k, 0.5), v
 
 
+def equal_logits_near_1000(case: Case, rng: torch.Generator) -> Inputs:
+    """All logits equal, v near 1000: a sum of 66 of them overflows in fp16, their mean does not."""
+    q, k, v = constant(case, rng)
+    return q, k, 1000 + 8 * v
+
+
 def large_values(case: Case, rng: torch.Generator) -> Inputs:
     q, k, v = normal(case, rng)
     return q, k, 4096 * v
@@ -178,7 +266,9 @@ def subnormal_values(case: Case, rng: torch.Generator) -> Inputs:
 class Case:
     """One problem.
 
-    softmax_scale None means head_dim^-0.5. gpu_only marks what is too large for the SIMT runtime.
+    softmax_scale None means head_dim^-0.5. may_refuse marks tensors that not every step can read:
+    it says so with a UsageError, or it computes what is right. gpu_only marks what is too large for
+    the SIMT runtime.
     """
 
     name: str
@@ -188,6 +278,7 @@ class Case:
     inputs: Callable[[Case, torch.Generator], Inputs] = normal
     layouts: tuple[Layout, Layout, Layout, Layout] = (contiguous,) * 4  # of q, k, v and o
     softmax_scale: float | None = None
+    may_refuse: bool = False
     gpu_only: bool = False
 
     @classmethod
@@ -252,6 +343,9 @@ CASES = (
     Case("wide_one_less", Shape(1, 1, 1, 191, 127, 64), BF16),
     # A query in every row of the block, and enough tiles for their places to be filled again.
     Case("wide_tiles", Shape(1, 4, 2, 192, 400, 64), BF16),
+    Case("long_fp32", Shape(1, 1, 1, 20, 1100, 64), FP32),
+    # More keys than 16 bits with a sign count.
+    Case("long_32k", Shape(1, 1, 1, 1, 33000, 8), BF16, causal=True),
     # Causal: equal lengths, fewer queries than keys, more (the first rows see no key).
     Case("causal", Shape(1, 2, 2, 256, 256, 64), BF16, causal=True),
     Case("causal_ragged", Shape(2, 1, 1, 197, 197, 128), BF16, causal=True),
@@ -263,6 +357,9 @@ CASES = (
     # A warp's first query, whether it has 16, 32 or 64, sees all keys of a tile but the last.
     Case("causal_one_less", Shape(1, 1, 1, 129, 127, 64), BF16, causal=True),
     Case("causal_wide_one_less", Shape(1, 1, 1, 257, 255, 128), BF16, causal=True),
+    # Hopper's block in the middle ends with a tile, and is neither the first nor the last of those
+    # that a persistent block computes.
+    Case("causal_whole_tiles", Shape(1, 2, 2, 448, 448, 64), BF16, causal=True),
     # Heads and strides.
     Case("gqa", Shape(1, 8, 2, 33, 45, 64), FP32),
     Case(
@@ -289,6 +386,30 @@ CASES = (
         layouts=(contiguous, expanded, expanded, contiguous),
     ),
     Case("padded", Shape(2, 2, 2, 51, 70, 64), FP32, layouts=(padded,) * 4),
+    # More heads than 8 bits count.
+    Case("heads_258", Shape(1, 258, 86, 1, 3, 8), BF16, causal=True),
+    # Rows that lie at no multiple of 16 bytes.
+    Case(
+        "misaligned_rows",
+        Shape(1, 2, 2, 35, 70, 64),
+        BF16,
+        layouts=(contiguous, misaligned_rows, contiguous, contiguous),
+        may_refuse=True,
+    ),
+    Case(
+        "misaligned_start",
+        Shape(1, 2, 2, 35, 70, 64),
+        BF16,
+        layouts=(contiguous, contiguous, misaligned_start, contiguous),
+        may_refuse=True,
+    ),
+    Case(
+        "misaligned_output",
+        Shape(1, 2, 2, 35, 70, 64),
+        BF16,
+        layouts=(contiguous, contiguous, contiguous, misaligned_rows),
+        may_refuse=True,
+    ),
     # Numbers.
     Case("large_logits", Shape(1, 2, 2, 140, 300, 64), BF16, inputs=large_logits),
     Case("large_logits_fp32", Shape(1, 2, 1, 50, 90, 64), FP32, inputs=large_logits),
@@ -315,10 +436,26 @@ CASES = (
     ),
     # More blocks of queries than two multiprocessors' blocks have bits for.
     Case("many_works", Shape(1, 66, 66, 33, 100, 8), BF16, causal=True),
+    Case(
+        "sudden_in_late_heads",
+        Shape(1, 66, 66, 33, 200, 8),
+        BF16,
+        causal=True,
+        inputs=sudden_in_late_heads,
+    ),
+    # More of them in one head than four rounds of blocks.
+    Case("many_blocks", Shape(1, 2, 1, 2500, 140, 8), BF16, causal=True),
+    # Several rounds, and a second pass over some of them, without a mask.
+    Case("rounds", Shape(1, 10, 5, 130, 300, 80), BF16, inputs=sudden_logits),
+    Case("sink", Shape(1, 2, 2, 21, 4099, 64), BF16, inputs=sink),
+    Case("graded", Shape(1, 1, 1, 150, 300, 64), FP16, inputs=graded(12, 18)),
+    Case("graded_huge_values", Shape(1, 1, 1, 150, 300, 64), BF16, inputs=graded(30, 90, 2.0**60)),
+    Case("deep_logits", Shape(1, 1, 1, 150, 170, 64), BF16, causal=True, inputs=deep_logits),
     Case("one_hot", Shape(1, 2, 2, 175, 340, 64), BF16, inputs=one_hot),
     Case("one_hot_causal", Shape(1, 2, 1, 290, 290, 64), BF16, causal=True, inputs=one_hot),
     Case("constant", Shape(1, 1, 1, 35, 350, 64), FP16, inputs=constant),
     Case("constant_causal", Shape(1, 1, 1, 175, 175, 64), FP32, causal=True, inputs=constant),
+    Case("near_1000", Shape(1, 1, 1, 35, 350, 64), FP16, inputs=equal_logits_near_1000),
     Case("large_values", Shape(1, 1, 1, 45, 77, 64), FP16, inputs=large_values),
     Case("subnormal_values", Shape(1, 1, 1, 35, 41, 64), FP16, inputs=subnormal_values),
     Case("negative_scale", Shape(1, 1, 1, 40, 100, 64), FP16, softmax_scale=-0.3),
@@ -334,7 +471,9 @@ CASES = (
     # Head dimensions.
     Case("head_dim_8", Shape(2, 2, 2, 170, 190, 8), BF16, causal=True),
     Case("head_dim_8_fp32", Shape(2, 2, 2, 170, 190, 8), FP32, causal=True),
+    Case("head_dim_16", Shape(2, 2, 1, 70, 150, 16), FP16),
     Case("head_dim_40", Shape(1, 2, 2, 135, 175, 40), BF16),
+    Case("head_dim_48", Shape(1, 2, 2, 140, 170, 48), BF16, causal=True),
     Case("head_dim_72", Shape(1, 2, 1, 70, 139, 72), FP16),
     Case("head_dim_136", Shape(1, 1, 1, 135, 150, 136), FP16, causal=True),
     Case("head_dim_256", Shape(1, 3, 3, 145, 170, 256), FP16, causal=True, inputs=sudden_logits),
@@ -344,6 +483,15 @@ CASES = (
     Case("headline_causal", Shape(2, 16, 4, 4096, 4096, 128), BF16, causal=True, gpu_only=True),
     Case("long_16k", Shape(1, 2, 1, 16384, 16381, 64), BF16, causal=True, gpu_only=True),
     Case("many_scores", Shape(1, 33, 33, 8192, 8192, 64), BF16, gpu_only=True),  # over 2^31
+    Case(
+        "sudden_in_late_heads_gpu",
+        Shape(1, 5280, 5280, 33, 200, 8),
+        BF16,
+        causal=True,
+        inputs=sudden_in_late_heads,
+        gpu_only=True,
+    ),
+    Case("far_rows", Shape(1, 1, 1, 5, 5, 64), BF16, layouts=(far_rows,) * 4, gpu_only=True),
     Case("far_batches", Shape(2, 2, 1, 33, 40, 64), BF16, layouts=(far,) * 4, gpu_only=True),
     Case(
         "many_heads", Shape(5, 40, 8, 250, 513, 64), BF16, layouts=(transposed,) * 4, gpu_only=True
@@ -351,10 +499,47 @@ CASES = (
 )
 
 
-def find_cases(names: Sequence[str]) -> tuple[Case, ...]:
-    """The cases of these names, in the order of CASES. Raises UsageError listing the cases."""
-    known = [case.name for case in CASES]
+# What the drawn cases are compiled for: some of what CASES are. The scalar steps take all of them,
+# the others those that are not fp32.
+_DRAWN = (
+    (64, BF16, False),
+    (64, BF16, True),
+    (128, BF16, False),
+    (128, BF16, True),
+    (64, FP16, False),
+    (8, BF16, True),
+    (64, FP32, False),
+    (64, FP32, True),
+)
+
+
+def drawn_cases(seed: int) -> tuple[Case, ...]:
+    """Small problems drawn from the seed, which no step can have been made for."""
+    rng = random.Random(seed)
+
+    def length() -> int:
+        return round(2 ** rng.uniform(0, 8.6))  # 1 to 388
+
+    cases = []
+    for i, (head_dim, dtype, causal) in enumerate(_DRAWN):
+        kv_heads = rng.randint(1, 3)
+        heads = kv_heads * rng.randint(1, 3)
+        shape = Shape(rng.randint(1, 2), heads, kv_heads, length(), length(), head_dim)
+        layouts = tuple(rng.choice((contiguous, transposed, packed, padded)) for _ in "qkvo")
+        inputs = rng.choice((normal, normal, large_logits, rising_logits))
+        cases.append(Case(f"drawn_{i}", shape, dtype, causal, inputs, layouts))
+    return tuple(cases)
+
+
+def all_cases(seed: int = 0) -> tuple[Case, ...]:
+    return CASES + drawn_cases(seed)
+
+
+def find_cases(names: Sequence[str], seed: int = 0) -> tuple[Case, ...]:
+    """The cases of these names, in the order of all_cases(seed). Raises UsageError listing them."""
+    cases = all_cases(seed)
+    known = [case.name for case in cases]
     for name in names:
         if name not in known:
             raise UsageError(f"no case '{name}'; the cases are {', '.join(known)}")
-    return tuple(case for case in CASES if case.name in names)
+    return tuple(case for case in cases if case.name in names)

@@ -13,12 +13,12 @@ from common.catalog import all_steps, step_names
 from common.errors import NotEnoughMemoryError, UsageError
 from common.source import ROOT
 from verify import accuracy, check
-from verify.cases import CASES, find_cases
+from verify.cases import all_cases, find_cases
 from verify.check import check_case, check_steps
 from verify.reference import attention_in_dtype, attention_reference
 
 STEP = all_steps()[0]
-CPU_CASES = [case for case in CASES if not case.gpu_only]
+CPU_CASES = [case for case in all_cases() if not case.gpu_only]
 
 
 class TorchBackend:
