@@ -4,14 +4,16 @@
     python verify/check.py steps/v03 v04 --backend cpu --cases ragged,one_hot
     python verify/check.py verify/mutants/v04_rescale_dropped.patch
 
-Prints one line a case; exits 1 if a step fails, 2 if it was asked for something that does not
-exist.
+Prints one line a case and one a step; exits 1 if a step fails, 2 if it was asked for something that
+does not exist.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -37,11 +39,14 @@ from common.errors import NotEnoughMemoryError, UsageError
 from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
-from common.step import Step
+from common.step import Specialization, Step
 from verify.accuracy import Measure, compare, repeated
-from verify.cases import CASES, Case, find_cases
+from verify.cases import Case, all_cases, find_cases
 
 BACKENDS = ("auto", "gpu", "cpu")
+# Beside the numbers of multiprocessors that the backends have: one block that computes all work
+# tiles, and blocks that compute few, some one less than others.
+OTHER_MULTIPROCESSORS = (1, 5)
 # step, case, shape (batch x heads/kv_heads x seq_q x seq_k x head_dim), dtype, error/allowance of
 # each measure, verdict
 LINE = "{:5} {:22} {:20} {:11}  {:15}  {:15}  {:15}  {:15}  {}"
@@ -49,6 +54,30 @@ HEADING = LINE.format(
     *("step", "case", "b x h/kv x q x k x d", "dtype"),
     *("o max/allowed", "o rms", "o bias", "lse max", "verdict"),
 )
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The backends that a step runs a case with, each once and all of one name.
+
+    A persistent step, which launches as many blocks as fit the multiprocessors, runs with
+    other_grids, too: what it computes must not depend on the number of its blocks.
+    """
+
+    always: tuple[Backend, ...]
+    other_grids: tuple[Backend, ...] = ()
+
+    @property
+    def backend(self) -> Backend:
+        """The one that is asked what it can run."""
+        return self.always[0]
+
+    def of(self, step: Step, spec: Specialization) -> tuple[Backend, ...]:
+        if not self.other_grids:
+            return self.always
+        kernels = self.backend.descriptor(step, spec).kernels
+        persistent = any(kernel.blocks_per_sm for kernel in kernels)
+        return self.always + self.other_grids if persistent else self.always
 
 
 @dataclass(frozen=True)
@@ -61,6 +90,7 @@ class CaseResult:
     problems: tuple[str, ...] = ()
     skipped: str | None = None  # why it was not run
     refused: bool = False  # as the case allows
+    num_runs: int = 0  # that were compared
 
     @property
     def passed(self) -> bool:
@@ -110,7 +140,7 @@ def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -
     problems += mismatches
     for again_o, again_lse, _ in others:
         problems += repeated("o", o, again_o) + repeated("lse", lse, again_lse)
-    return CaseResult(step, case, measures, tuple(problems))
+    return CaseResult(step, case, measures, tuple(problems), num_runs=len(outputs))
 
 
 def run(
@@ -126,43 +156,77 @@ def run(
     return o, lse, [f"{written} elements between the rows of o were written"] if written else []
 
 
-def make_runs(backend_name: str, seed: int, sanitize: bool) -> list[tuple[Backend, ...]]:
+def make_runs(backend_name: str, seed: int, sanitize: bool) -> list[Runs]:
     """The runs of a check on each backend of that name, the preferred first.
 
     On the GPU the same launch twice; on the CPU two seeds, so that the threads run in two different
-    orders. Raises UsageError where the backend is not to be had.
+    orders, and blocks that stay on 2 multiprocessors and on 3. Raises UsageError where the backend
+    is not to be had.
     """
-    choices: list[tuple[Backend, ...]] = []
+    choices: list[Runs] = []
     prefer_gpu = backend_name == "auto" and torch.cuda.is_available() and not sanitize
     if backend_name == "gpu" or prefer_gpu:
-        choices.append((GpuBackend(poison=True),) * 2)
+        gpu, *others = (GpuBackend(poison=True) for _ in range(1 + len(OTHER_MULTIPROCESSORS)))
+        choices.append(Runs((gpu, gpu), _with_other_multiprocessors(others)))
     if backend_name != "gpu":
-        choices.append((CpuBackend(seed, sanitize), CpuBackend(seed + 1, sanitize)))
+        always = (CpuBackend(seed, sanitize), CpuBackend(seed + 1, sanitize))
+        others = [CpuBackend(seed, sanitize) for _ in OTHER_MULTIPROCESSORS]
+        choices.append(Runs(always, _with_other_multiprocessors(others)))
     return choices
 
 
+def _with_other_multiprocessors(backends: Sequence[Backend]) -> tuple[Backend, ...]:
+    for backend, multiprocessors in zip(backends, OTHER_MULTIPROCESSORS, strict=True):
+        backend.multiprocessors = multiprocessors
+    return tuple(backends)
+
+
 def can_run(step: Step, cases: Sequence[Case], backend: Backend) -> bool:
-    """Whether the backend can run the step in any of the cases."""
-    return any(backend.refusal(step, case.specialization) is None for case in cases)
+    """Whether the backend can run the step in any of the cases, or has to."""
+    return any(
+        backend.refusal(step, case.specialization) is None
+        or is_promised(step, case.specialization, backend)
+        for case in cases
+    )
 
 
-def refusal(step: Step, case: Case, backend: Backend) -> str | None:
-    """Why the case is skipped, or None."""
+def is_promised(step: Step, spec: Specialization, backend: Backend) -> bool:
+    """Whether the step's `limits:` line says that it runs spec on the backend's device.
+
+    The SIMT runtime stands for the architecture that the line names. On a later one a step may lack
+    what only that has: v04 says that it needs more shared memory than some have.
+    """
+    if step.limits.refusal(spec):
+        return False
+    if backend.device.type == "cpu":
+        return True
+    major, minor = torch.cuda.get_device_capability(backend.device)
+    return step.limits.arch.rstrip("a") == f"sm_{major}{minor}"
+
+
+def not_run(step: Step, case: Case, backend: Backend) -> CaseResult | None:
+    """What is said of a case that is not run: skipped, or failed where the step has promised it."""
     if case.gpu_only and backend.name == "cpu":
-        return "too large for the SIMT runtime"
-    return backend.refusal(step, case.specialization)
+        return CaseResult(step, case, skipped="too large for the SIMT runtime")
+    reason = backend.refusal(step, case.specialization)
+    if reason is None:
+        return None
+    if is_promised(step, case.specialization, backend):
+        problem = f"cannot be launched on the architecture that its limits name: it {reason}"
+        return CaseResult(step, case, problems=(problem,))
+    return CaseResult(step, case, skipped=reason)
 
 
-def build_all(plan: Sequence[tuple[Step, Sequence[Case], tuple[Backend, ...]]]) -> None:
+def build_all(plan: Sequence[tuple[Step, Sequence[Case], Runs]]) -> None:
     """Compiles what the plan needs, in parallel. Raises UsageError for what does not compile.
 
     The GPU backend compiles before it can say whether shared memory suffices, so only the limits
     that the step itself states are looked at here.
     """
     jobs = {
-        (step, case.specialization): runs[0]
+        (step, case.specialization): runs.backend
         for step, cases, runs in plan
-        if can_run(step, cases, runs[0])
+        if can_run(step, cases, runs.backend)
         for case in cases
         if not step.limits.refusal(case.specialization)
     }
@@ -178,24 +242,73 @@ def build_all(plan: Sequence[tuple[Step, Sequence[Case], tuple[Backend, ...]]]) 
             raise
 
 
-def check_step(
-    step: Step, cases: Sequence[Case], runs: Sequence[Backend], seed: int = 0
-) -> list[CaseResult]:
+@dataclass(frozen=True)
+class StepResult:
+    """What came of a step's cases."""
+
+    step: Step
+    backend: str
+    cases: tuple[CaseResult, ...]
+    seconds: float
+
+    @property
+    def num_skipped(self) -> int:
+        return sum(case.skipped is not None for case in self.cases)
+
+    @property
+    def num_passed(self) -> int:
+        return sum(case.passed for case in self.cases)
+
+    @property
+    def num_failed(self) -> int:
+        return len(self.cases) - self.num_passed - self.num_skipped
+
+    @property
+    def num_runs(self) -> int:
+        return sum(case.num_runs for case in self.cases)
+
+    @property
+    def passed(self) -> bool:
+        return self.num_passed > 0 and not self.num_failed
+
+    def __str__(self) -> str:
+        verdict = "pass" if self.passed else "FAIL" if self.num_failed else "FAIL: nothing ran"
+        counts = f"{self.num_passed} passed, {self.num_failed} failed, {self.num_skipped} skipped"
+        return f"{self.step.name} on {self.backend}: {counts}: {verdict}"
+
+
+def check_step(step: Step, cases: Sequence[Case], runs: Runs, seed: int = 0) -> StepResult:
     """Checks the step on the cases; prints their lines as they come, then one for the step."""
+    start = time.monotonic()
     results = []
     for case in cases:
-        if reason := refusal(step, case, runs[0]):
-            results.append(CaseResult(step, case, skipped=reason))
-        else:
-            results.append(check_case(step, case, runs, seed))
-        print(results[-1], flush=True)
-    skipped = sum(result.skipped is not None for result in results)
-    passed = sum(result.passed for result in results)
-    failed = len(results) - passed - skipped
-    verdict = "FAIL: nothing ran" if not passed + failed else "FAIL" if failed else "pass"
-    counts = f"{passed} passed, {failed} failed, {skipped} skipped"
-    print(f"{step.name} on {runs[0].name}: {counts}: {verdict}", flush=True)
-    return results
+        result = not_run(step, case, runs.backend)
+        if result is None:
+            result = check_case(step, case, runs.of(step, case.specialization), seed)
+        results.append(result)
+        print(result, flush=True)
+    seconds = time.monotonic() - start
+    result = StepResult(step, runs.backend.name, tuple(results), seconds)
+    print(result, flush=True)
+    return result
+
+
+def summary(results: Sequence[StepResult], seconds: float) -> str:
+    """A line a step, and one for all of them. seconds: with what was compiled before."""
+    line = "{:22} {:7} {:>6} {:>6} {:>7} {:>6} {:>7}"
+    lines = [line.format("step", "backend", "passed", "failed", "skipped", "runs", "seconds")]
+    for r in results:
+        counts = (r.num_passed, r.num_failed, r.num_skipped, r.num_runs, f"{r.seconds:.1f}")
+        lines.append(line.format(r.step.name, r.backend, *counts))
+    passed, failed, skipped, runs = (
+        sum(getattr(r, f"num_{what}") for r in results)
+        for what in ("passed", "failed", "skipped", "runs")
+    )
+    lines.append(line.format("all", "", passed, failed, skipped, runs, f"{seconds:.1f}"))
+    failures = [r.step.name for r in results if not r.passed]
+    verdict = f"FAIL: {', '.join(failures)}" if failures else "pass"
+    lines.append(f"{passed + failed} cases in {runs} runs, orders of threads and grids: {verdict}")
+    return "\n".join(lines)
 
 
 def check_steps(
@@ -212,21 +325,19 @@ def check_steps(
     AddressSanitizer and UndefinedBehaviorSanitizer. Raises UsageError for an unknown case, a
     missing compiler or a missing backend.
     """
-    cases = CASES if case_names is None else find_cases(case_names)
+    start = time.monotonic()
+    cases = all_cases(seed) if case_names is None else find_cases(case_names, seed)
     plan = []
     choices = make_runs(backend_name, seed, sanitize)
     for step in steps:
-        runs = next((runs for runs in choices if can_run(step, cases, runs[0])), choices[0])
-        all_here = case_names is not None or runs[0].name == "gpu"
+        runs = next((runs for runs in choices if can_run(step, cases, runs.backend)), choices[0])
+        all_here = case_names is not None or runs.backend.name == "gpu"
         plan.append((step, [case for case in cases if all_here or not case.gpu_only], runs))
     build_all(plan)
     print(HEADING)
-    good = True
-    for step, cases, runs in plan:
-        results = check_step(step, cases, runs, seed)
-        good &= any(result.passed for result in results)
-        good &= all(result.passed or result.skipped is not None for result in results)
-    return good
+    results = [check_step(step, cases, runs, seed) for step, cases, runs in plan]
+    print(f"\n{summary(results, time.monotonic() - start)}", flush=True)
+    return all(result.passed for result in results)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -240,7 +351,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="default: auto")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and thread order")
-    parser.add_argument("--cases", metavar="NAME[,NAME...]", help="default: all")
+    parser.add_argument("--cases", metavar="NAME[,NAME...]", help="default: all; or spaces between")
     parser.add_argument("--sanitize", action="store_true", help="CPU build with ASan and UBSan")
     options = parser.parse_args(arguments)
     if options.sanitize and options.backend == "gpu":
@@ -249,7 +360,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         [find_step(name) for name in options.steps] or steps_to_run(),
         options.backend,
         options.seed,
-        options.cases.split(",") if options.cases is not None else None,
+        re.findall(r"[^\s,]+", options.cases) if options.cases is not None else None,
         options.sanitize,
     )
     return 0 if good else 1

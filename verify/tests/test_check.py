@@ -141,7 +141,7 @@ def test_reports_a_launch_that_fails():
 
 def test_a_refusal_is_skipped_and_nothing_but_skips_fails(monkeypatch, capsys):
     picky = replace(STEP, limits=replace(STEP.limits, dtypes=("bf16",)))
-    monkeypatch.setattr(check, "make_runs", lambda *_: [(TorchBackend(), TorchBackend())])
+    monkeypatch.setattr(check, "make_runs", lambda *_: [check.Runs((TorchBackend(),) * 2)])
     assert check_steps([picky], case_names=["ragged", "gqa"])
     assert "skipped: takes bf16, not fp32" in capsys.readouterr().out
     assert not check_steps([picky], case_names=["gqa"])
