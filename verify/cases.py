@@ -196,16 +196,17 @@ def sink(case: Case, rng: torch.Generator) -> Inputs:
 def graded(
     low: float, high: float, v_factor: float = 1
 ) -> Callable[[Case, torch.Generator], Inputs]:
-    """Two late keys outdo all others, in the first row by 2^low, in the last one by 2^high.
+    """Two late keys outdo all others, in the first head by 2^low, in the last one by 2^high.
 
-    So a P relative to the maximum of the first tile takes every magnitude between.
+    So a P relative to the maximum of the first tile takes magnitudes between, those of a block much
+    the same one: if a block does its rows again, it is not because one of them went further.
     """
 
     def inputs(case: Case, rng: torch.Generator) -> Inputs:
         shape = case.shape
         signs = _signs((shape.head_dim,), rng)
-        leads = torch.linspace(low, high, shape.seq_q) * math.log(2)
-        q = (leads / (case.scale * shape.head_dim))[:, None] * signs
+        leads = torch.linspace(low, high, shape.heads) * math.log(2)
+        q = (leads / (case.scale * shape.head_dim))[:, None, None] * signs
         _, k, v = normal(case, rng)
         k /= 16
         k[:, :, [shape.seq_k // 2, -1]] = signs
@@ -448,8 +449,8 @@ CASES = (
     # Several rounds, and a second pass over some of them, without a mask.
     Case("rounds", Shape(1, 10, 5, 130, 300, 80), BF16, inputs=sudden_logits),
     Case("sink", Shape(1, 2, 2, 21, 4099, 64), BF16, inputs=sink),
-    Case("graded", Shape(1, 1, 1, 150, 300, 64), FP16, inputs=graded(12, 18)),
-    Case("graded_huge_values", Shape(1, 1, 1, 150, 300, 64), BF16, inputs=graded(30, 90, 2.0**60)),
+    Case("graded", Shape(1, 13, 13, 40, 300, 64), FP16, inputs=graded(12, 18)),
+    Case("graded_huge_values", Shape(1, 7, 7, 40, 300, 64), BF16, inputs=graded(30, 90, 2.0**60)),
     Case("deep_logits", Shape(1, 1, 1, 150, 170, 64), BF16, causal=True, inputs=deep_logits),
     Case("one_hot", Shape(1, 2, 2, 175, 340, 64), BF16, inputs=one_hot),
     Case("one_hot_causal", Shape(1, 2, 1, 290, 290, 64), BF16, causal=True, inputs=one_hot),

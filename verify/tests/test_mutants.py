@@ -6,8 +6,6 @@ every one of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from common.catalog import all_steps, find_step
@@ -17,7 +15,7 @@ from common.runtime.cpu import CpuBackend
 from common.source import ROOT
 from common.step import Step, read_step
 from verify.cases import Case, find_cases
-from verify.check import CaseResult, check_case
+from verify.check import CaseResult, check_case, make_runs
 
 PATCHES = sorted((ROOT / "verify" / "mutants").glob("*.patch"))
 # Each step with each case that is to show something wrong.
@@ -30,10 +28,9 @@ ORIGINALS = sorted(
 )
 
 
-def on_cpu(step: Step, case: Case, seeds: Sequence[int] = (0, 1)) -> CaseResult:
-    runs = [CpuBackend(seed) for seed in seeds]
-    runs[0].build(step, case.specialization)  # what does not compile is not rejected by the checker
-    return check_case(step, case, runs)
+def on_cpu(step: Step, case: Case) -> CaseResult:
+    (runs,) = make_runs("cpu", seed=0, sanitize=False)
+    return check_case(step, case, runs.of(step, case.specialization))
 
 
 @pytest.mark.parametrize(("name", "case"), ORIGINALS)
@@ -49,7 +46,9 @@ def test_rejected(path):
     mutant = read_step(patch.write())
     assert mutant.name == path.stem
     for case in find_cases(patch.header["cases"].split()):
-        result = on_cpu(mutant, case, seeds=[0])
+        backend = CpuBackend(0)
+        backend.build(mutant, case.specialization)  # what does not compile is not rejected
+        result = check_case(mutant, case, [backend])
         if result.passed:
             result = on_cpu(mutant, case)
         assert result.verdict == "FAIL", f"not rejected: {result}"
