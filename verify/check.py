@@ -359,6 +359,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     options = parser.parse_args(arguments)
     if options.sanitize and options.backend == "gpu":
         raise UsageError("--sanitize is for the CPU build; on a GPU run compute-sanitizer")
+    torch.set_num_threads(1)  # the oracle's matrices are small: threads wait more than they compute
     good = check_steps(
         [find_step(name) for name in options.steps] or steps_to_run(),
         options.backend,

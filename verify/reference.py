@@ -61,6 +61,6 @@ def _attention(q, k, v, dtype: torch.dtype, causal: bool, softmax_scale: float):
             scores.masked_fill_(key > last_visible[:, None], -torch.inf)
         lse[b, h, rows] = scores.logsumexp(-1)
         sees_nothing = lse[b, h, rows].isneginf()
-        p = scores.softmax(-1).masked_fill(sees_nothing[:, None], 0)  # softmax of such a row is NaN
-        o[b, h, rows] = p @ v[kv].to(dtype)
+        weighted = scores.softmax(-1) @ v[kv].to(dtype)  # NaN in a row that sees nothing
+        o[b, h, rows] = weighted.masked_fill(sees_nothing[:, None], 0)
     return o, lse

@@ -9,6 +9,8 @@ from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 
+torch.set_num_threads(1)  # pytest -n auto has a process for each core
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():

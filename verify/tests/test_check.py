@@ -11,9 +11,10 @@ import torch
 
 from common.catalog import all_steps, step_names
 from common.errors import NotEnoughMemoryError, UsageError
+from common.runtime.launch import LaunchDescriptor
 from common.source import ROOT
 from verify import accuracy, check
-from verify.cases import all_cases, find_cases
+from verify.cases import CASES, all_cases, drawn_cases, find_cases
 from verify.check import check_case, check_steps
 from verify.reference import attention_in_dtype, attention_reference
 
@@ -88,6 +89,15 @@ def write_after_first_row(o, lse):
     o.as_strided((1,), (1,), o.shape[-1]).fill_(0)
 
 
+def move_every_other(ulps: int):
+    """As rounding towards zero (ulps -1) or away from it moves the half that was rounded otherwise."""
+
+    def spoil(o, lse):
+        o.view(torch.int16)[..., ::2] += ulps
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     ("case", "spoil", "complaint"),
     [
@@ -103,6 +113,10 @@ def write_after_first_row(o, lse):
         ("causal_short_k", set_element("lse", (0, 0, 0), -1e30), "is -1e+30, expected -inf"),
         ("causal_short_k", set_element("lse", (0, 0, 0), torch.inf), "is inf, expected -inf"),
         ("causal_short_k", set_element("o", (0, 0, 0, 0), torch.nan), "is nan, expected 0"),
+        ("causal_short_k", set_element("o", (0, 0, 0, 0), -0.0), "they must be +0"),
+        ("ragged", move_every_other(-1), "o: all in all nearer to zero than expected"),
+        ("packed", move_every_other(-1), "o: all in all nearer to zero than expected"),
+        ("tiles", move_every_other(+1), "o: all in all further from zero than expected"),
         ("padded", write_after_first_row, "between the rows of o"),
     ],
 )
@@ -156,6 +170,102 @@ def test_a_refusal_is_skipped_and_nothing_but_skips_fails(monkeypatch, capsys):
         raise UsageError("q is not aligned")
 
     assert checked("ragged", picky_about_strides).verdict == "FAIL"
+
+
+class OtherGrid(TorchBackend):
+    """Computes something else where it has another number of multiprocessors."""
+
+    def __init__(self, multiprocessors):
+        super().__init__(lambda o, lse: lse.add_(1e-6 if multiprocessors == 5 else 0))
+
+
+def test_what_a_persistent_step_computes_depends_on_no_number_of_blocks():
+    case = find_cases(["ragged"])[0]
+    runs = check.Runs((OtherGrid(2), OtherGrid(3)), (OtherGrid(1), OtherGrid(5)))
+
+    def descriptor_of(blocks_per_sm):
+        descriptor = LaunchDescriptor()
+        descriptor.kernels[0].blocks_per_sm = blocks_per_sm
+        return lambda step, spec: descriptor
+
+    runs.backend.descriptor = descriptor_of(0)
+    assert check_case(STEP, case, runs.of(STEP, case.specialization)).passed
+    runs.backend.descriptor = descriptor_of(1)
+    result = check_case(STEP, case, runs.of(STEP, case.specialization))
+    assert result.num_runs == 4
+    assert "lse: 394 of 394 elements differ between runs" in str(result)
+
+
+def test_runs_on_the_cpu_differ_in_seed_grid_and_call():
+    (runs,) = check.make_runs("cpu", seed=4, sanitize=False)
+    backends = runs.always + runs.other_grids
+    assert [backend.seed for backend in backends] == [4, 5, 6, 7]
+    assert [backend.multiprocessors for backend in backends] == [2, 3, 1, 5]
+    assert [backend.calls for backend in backends] == [1, 2, 1, 1]
+
+
+def test_a_refusal_that_a_case_allows(capsys):
+    def refuse(o, lse):
+        raise UsageError("k is not aligned")
+
+    result = checked("misaligned_rows", refuse)
+    assert result.passed
+    assert result.verdict == "pass: refused, as it may"
+    assert checked("misaligned_rows").passed
+    assert checked("misaligned_rows", lambda o, lse: o.zero_()).verdict == "FAIL"
+
+
+@pytest.mark.parametrize(("arch", "verdict"), [("sm_80", "FAIL"), ("sm_75", "skipped")])
+def test_a_step_that_its_own_architecture_cannot_launch_fails(monkeypatch, capsys, arch, verdict):
+    """The device is an sm_80: what a step for sm_80 promises must run there."""
+
+    class Small(TorchBackend):
+        name = "gpu"
+        device = torch.device("cuda")
+
+        def refusal(self, step, spec):
+            return step.limits.refusal(spec) or "needs more shared memory than there is"
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(check, "make_runs", lambda *_: [check.Runs((Small(),) * 2)])
+    limits = replace(STEP.limits, arch=arch, dtypes=("bf16",))
+    assert not check_steps([replace(STEP, limits=limits)], case_names=["ragged", "gqa"])
+    printed = capsys.readouterr().out
+    assert verdict in printed.splitlines()[1]
+    assert "needs more shared memory than there is" in printed
+    assert "skipped: takes bf16, not fp32" in printed
+
+
+def test_summary(monkeypatch, capsys):
+    picky = replace(STEP, name="v99", limits=replace(STEP.limits, dtypes=("bf16",)))
+    monkeypatch.setattr(check, "make_runs", lambda *_: [check.Runs((TorchBackend(),) * 2)])
+    assert check_steps([STEP, picky], case_names=["ragged", "gqa", "causal"])
+    *_, heading, first, second, everything, verdict = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["step", "backend", "passed", "failed", "skipped", "runs", "seconds"]
+    assert first.split()[:-1] == ["v01", "cpu", "3", "0", "0", "6"]
+    assert second.split()[:-1] == ["v99", "cpu", "2", "0", "1", "4"]
+    assert everything.split()[:-1] == ["all", "5", "0", "1", "10"]
+    assert verdict.endswith("pass")
+
+
+@pytest.mark.parametrize("names", ["single_token,single_key", "single_token, single_key", " x "])
+def test_names_of_cases_are_separated_by_commas_or_spaces(capsys, monkeypatch, names):
+    monkeypatch.setattr(check, "make_runs", lambda *_: [check.Runs((TorchBackend(),) * 2)])
+    assert check.main(["v01", "--cases", names]) == (2 if "x" in names else 0)
+    if "x" not in names:
+        assert "v01 on cpu: 2 passed, 0 failed" in capsys.readouterr().out
+
+
+def test_drawn_cases_depend_on_the_seed_and_need_no_other_specialization():
+    known = {case.specialization for case in CASES}
+    shapes = set()
+    for seed in range(20):
+        cases = drawn_cases(seed)
+        assert cases == drawn_cases(seed)
+        assert {case.specialization for case in cases} <= known
+        assert all(case.shape.heads % case.shape.kv_heads == 0 for case in cases)
+        shapes |= {case.shape for case in cases}
+    assert len(shapes) == 20 * len(cases)
 
 
 def test_oracle_is_not_what_is_checked():
