@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from common.operation import FORWARD
 from verify.cases import Case
-from verify.reference import attention_in_dtype, attention_reference
+from verify.reference import oracle_of, yardstick_of
 
 UNIT_ROUNDOFF_FP32 = 2.0**-24
 
@@ -31,18 +33,24 @@ class Measure:
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's result, and how far from it a step may be: allowances of the four measures."""
+    """The oracle's outputs, and how far from them a step may be.
 
-    o: torch.Tensor
-    lse: torch.Tensor
-    o_max: float
-    o_rms: float
-    o_bias: float
-    lse_max: float
+    allowances: by measure, an output's name and a key of MEASURES. zeros: of some outputs, where
+    they must be +0, bit for bit.
+    """
+
+    outputs: tuple[torch.Tensor, ...]
+    allowances: dict[str, float]
+    zeros: dict[str, torch.Tensor]
 
 
-def expect(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Expected:
-    """The oracle's result, and the allowances: twice the yardstick's error plus a floor.
+def expect(case: Case, *inputs: torch.Tensor) -> Expected:
+    """What the case's operation expects of a step."""
+    return EXPECT[case.operation](case, *inputs)
+
+
+def expect_forward(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Expected:
+    """o and lse by the oracle, and the allowances: twice the yardstick's error plus a floor.
 
     The yardstick of o is torch in the input's dtype. lse is float32 whatever the inputs are, so its
     yardstick is torch in float32, and that is what makes the check of the mask and of every
@@ -57,10 +65,11 @@ def expect(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Exp
     delta of lse and, as o is a mean of rows of v, delta max|v| of o. Rounding o itself adds the
     unit roundoff of its dtype, or half of the smallest subnormal.
     """
-    options = {"causal": case.causal, "softmax_scale": case.scale}
-    o, lse = attention_reference(q, k, v, **options)
-    o_error = difference(attention_in_dtype(q, k, v, **options)[0], o)
-    lse_error = difference(attention_in_dtype(q.float(), k.float(), v.float(), **options)[1], lse)
+    oracle, yardstick = oracle_of(case.operation), yardstick_of(case.operation)
+    o, lse = oracle(q, k, v, **case.arguments)
+    o_error = difference(yardstick(q, k, v, **case.arguments)[0], o)
+    in_fp32 = yardstick(q.float(), k.float(), v.float(), **case.arguments)
+    lse_error = difference(in_fp32[1], lse)
 
     largest_logit = abs(case.scale) * largest_norm(q) * largest_norm(k)
     delta = UNIT_ROUNDOFF_FP32 * (2 * largest_logit + 8 + math.sqrt(case.shape.seq_k))
@@ -70,14 +79,17 @@ def expect(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Exp
     def floor(magnitude: float) -> float:
         return max(dtype.eps / 2 * magnitude, half_subnormal) + delta * v.abs().max().item()
 
-    return Expected(
-        o,
-        lse,
-        o_max=2 * o_error.max().item() + floor(o.abs().max().item()),
-        o_rms=2 * rms(o_error) + floor(rms(o)),
-        o_bias=bias_allowance(case, q, o, delta),
-        lse_max=2 * lse_error.max().item() + delta,
-    )
+    allowances = {
+        "o max": 2 * o_error.max().item() + floor(o.abs().max().item()),
+        "o rms": 2 * rms(o_error) + floor(rms(o)),
+        "o bias": bias_allowance(case, q, o, delta),
+        "lse max": 2 * lse_error.max().item() + delta,
+    }
+    sees_no_key = lse.isneginf()[..., None].expand_as(o)
+    return Expected((o, lse), allowances, {"o": sees_no_key})
+
+
+EXPECT = {FORWARD: expect_forward}
 
 
 def bias(o: torch.Tensor, expected: torch.Tensor) -> float:
@@ -133,33 +145,39 @@ def rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
+# Of what a step gave, what was expected, and their difference().
+MEASURES = {
+    "max": lambda got, expected, error: error.max().item(),
+    "rms": lambda got, expected, error: rms(error),
+    "bias": lambda got, expected, error: abs(bias(got, expected)),
+}
+
+
 def compare(
-    case: Case,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
+    case: Case, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[tuple[Measure, ...], list[str]]:
-    """Measures o and lse, the result of a step, and describes what is outside the allowances."""
-    expected = expect(case, q, k, v)
-    o_error, lse_error = difference(o, expected.o), difference(lse, expected.lse)
-    o_max = Measure("o max", o_error.max().item(), expected.o_max)
-    o_rms = Measure("o rms", rms(o_error), expected.o_rms)
-    o_bias = Measure("o bias", abs(bias(o, expected.o)), expected.o_bias)
-    lse_max = Measure("lse max", lse_error.max().item(), expected.lse_max)
-    problems = []
-    if not (o_max.passed and o_rms.passed):
-        problems += mismatches("o", o, expected.o, o_error, o_max.allowance)
-    elif not o_bias.passed:
-        where = "further from zero" if bias(o, expected.o) > 0 else "nearer to zero"
-        problems += [f"o: all in all {where} than expected (truncated instead of rounded?)"]
-    if not lse_max.passed:
-        problems += mismatches("lse", lse, expected.lse, lse_error, lse_max.allowance)
-    hidden = expected.lse.isneginf()
-    if (o[hidden].signbit() & (o[hidden] == 0)).any():
-        problems += ["o: rows that see no key have elements of -0: they must be +0"]
-    return (o_max, o_rms, o_bias, lse_max), problems
+    """Measures the outputs of a step and describes what is outside the allowances."""
+    expected = expect(case, *inputs)
+    measures: list[Measure] = []
+    errors: list[str] = []
+    for operand, got, wanted in zip(case.operation.outputs, outputs, expected.outputs, strict=True):
+        name, difference_ = operand.name, difference(got, wanted)
+        of_output = {
+            kind: Measure(f"{name} {kind}", measure(got, wanted, difference_), allowance)
+            for kind, measure in MEASURES.items()
+            if (allowance := expected.allowances.get(f"{name} {kind}")) is not None
+        }
+        measures += of_output.values()
+        failed = [kind for kind, measure in of_output.items() if not measure.passed]
+        if failed == ["bias"]:
+            where = "further from zero" if bias(got, wanted) > 0 else "nearer to zero"
+            errors += [f"{name}: all in all {where} than expected (truncated instead of rounded?)"]
+        elif failed:
+            errors += mismatches(name, got, wanted, difference_, of_output["max"].allowance)
+        zeros = got[expected.zeros[name]] if name in expected.zeros else got[:0]
+        if (zeros.signbit() & (zeros == 0)).any():
+            errors += [f"{name}: rows that see no key have elements of -0: they must be +0"]
+    return tuple(measures), errors
 
 
 def mismatches(
@@ -180,7 +198,7 @@ def mismatches(
 
 
 def repeated(name: str, first: torch.Tensor, second: torch.Tensor) -> list[str]:
-    """A problem where two runs on the same inputs differ in any bit."""
+    """An error where two runs on the same inputs differ in any bit."""
     bits = {2: torch.int16, 4: torch.int32}[first.element_size()]
     where = (first.view(bits) != second.view(bits)).nonzero()
     if not len(where):

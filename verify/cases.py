@@ -13,11 +13,12 @@ import math
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from common.errors import UsageError
+from common.operation import FORWARD, Operand, Operation
 from common.problem import HEADLINE, Problem, Shape, Specialization
 from common.runtime.backend import DTYPE_NAMES, DTYPES
 
@@ -92,9 +93,9 @@ def expanded(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tenso
     return storage, storage.expand(-1, heads, -1, -1)
 
 
-# An input kind returns q, k, v in float32 for a case, every value exact in bf16 and fp16 where it
-# says so.
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# An input kind returns the inputs of a case, here q, k, v, in float32; every value is exact in bf16
+# and fp16 where it says so.
+Inputs = tuple[torch.Tensor, ...]
 
 
 def normal(case: Case, rng: torch.Generator) -> Inputs:
@@ -265,9 +266,10 @@ def subnormal_values(case: Case, rng: torch.Generator) -> Inputs:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem.
+    """One problem with its inputs, and how the tensors of the call lie.
 
-    softmax_scale None means head_dim^-0.5. may_refuse marks tensors that not every step can read:
+    layouts: of the operation's strided operands, in its order. softmax_scale None means
+    head_dim^-0.5. may_refuse marks tensors that not every step can read:
     it says so with a UsageError, or it computes what is right. gpu_only marks what is too large for
     the SIMT runtime.
     """
@@ -277,10 +279,11 @@ class Case:
     dtype: torch.dtype
     causal: bool = False
     inputs: Callable[[Case, torch.Generator], Inputs] = normal
-    layouts: tuple[Layout, Layout, Layout, Layout] = (contiguous,) * 4  # of q, k, v and o
+    layouts: tuple[Layout, ...] = (contiguous,) * 4
     softmax_scale: float | None = None
     may_refuse: bool = False
     gpu_only: bool = False
+    operation: Operation = FORWARD
 
     @classmethod
     def of(cls, name: str, problem: Problem) -> Case:
@@ -305,17 +308,31 @@ class Case:
         return self.shape.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     def make(self, device: torch.device | str, seed: int = 0) -> Inputs:
-        """q of shape.q, k and v of shape.kv; the same numbers on every device."""
+        """The operation's inputs; the same numbers on every device."""
         rng = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {seed}".encode()))
-        q, k, v = (
-            self._place(x, layout, device)
-            for x, layout in zip(self.inputs(self, rng), self.layouts[:3], strict=True)
+        inputs = self.inputs(self, rng)
+        return tuple(
+            self._place(x, self._layout_of(operand), device)
+            for x, operand in zip(inputs, self.operation.inputs, strict=True)
         )
-        return q, k, v
 
-    def make_output(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Storage and view of o, both NaN."""
-        return self.layouts[3](self.shape.q, dtype=self.dtype, device=device)
+    def make_outputs(
+        self, device: torch.device | str
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Storage and view of each output, all NaN."""
+        sizes = asdict(self.shape)
+        return tuple(
+            self._layout_of(operand)(
+                [sizes[axis] for axis in operand.axes],
+                dtype=self.dtype if operand.strided else torch.float32,
+                device=device,
+            )
+            for operand in self.operation.outputs
+        )
+
+    def _layout_of(self, operand: Operand) -> Layout:
+        strided = self.operation.strided
+        return self.layouts[strided.index(operand)] if operand.strided else contiguous
 
     def _place(self, x: torch.Tensor, layout: Layout, device: torch.device | str) -> torch.Tensor:
         _, view = layout(x.shape, dtype=self.dtype, device=device)

@@ -41,7 +41,7 @@ from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from common.step import Specialization, Step
 from verify.accuracy import Measure, compare, repeated
-from verify.cases import Case, all_cases, find_cases
+from verify.cases import Case, Inputs, all_cases, find_cases
 
 BACKENDS = ("auto", "gpu", "cpu")
 # Beside the numbers of multiprocessors that the backends have: one block that computes all work
@@ -82,12 +82,12 @@ class Runs:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What came of one case. problems holds what else is wrong than a measure: lines to print."""
+    """What came of one case. errors holds what else is wrong than a measure: lines to print."""
 
     step: Step
     case: Case
     measures: tuple[Measure, ...] = ()
-    problems: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
     skipped: str | None = None  # why it was not run
     refused: bool = False  # as the case allows
     num_runs: int = 0  # that were compared
@@ -96,7 +96,7 @@ class CaseResult:
     def passed(self) -> bool:
         return (
             not self.skipped
-            and not self.problems
+            and not self.errors
             and all(measure.passed for measure in self.measures)
         )
 
@@ -114,7 +114,7 @@ class CaseResult:
         first = LINE.format(
             self.step.name, self.case.name, str(self.case.shape), dtype, *measures, self.verdict
         )
-        rest = ["    " + line for problem in self.problems for line in problem.splitlines()]
+        rest = ["    " + line for error in self.errors for line in error.splitlines()]
         return "\n".join([first, *rest])
 
 
@@ -125,35 +125,40 @@ def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -
     are on one device. What does not fit into its memory is skipped.
     """
     try:
-        q, k, v = case.make(runs[0].device, seed)
-        outputs = [run(step, case, backend, q, k, v) for backend in runs]
+        inputs = case.make(runs[0].device, seed)
+        results = [launch(step, case, backend, inputs) for backend in runs]
     except (NotEnoughMemoryError, torch.OutOfMemoryError) as reason:
         return CaseResult(step, case, skipped=str(reason).splitlines()[0])
     except UsageError as refusal:  # of these tensors
         if case.may_refuse:
             return CaseResult(step, case, refused=True)
-        return CaseResult(step, case, problems=(str(refusal),))
+        return CaseResult(step, case, errors=(str(refusal),))
     except RuntimeError as error:  # the SIMT runtime's report; a GPU that a kernel has brought down
-        return CaseResult(step, case, problems=(str(error),))
-    (o, lse, problems), *others = outputs
-    measures, mismatches = compare(case, q, k, v, o, lse)
-    problems += mismatches
-    for again_o, again_lse, _ in others:
-        problems += repeated("o", o, again_o) + repeated("lse", lse, again_lse)
-    return CaseResult(step, case, measures, tuple(problems), num_runs=len(outputs))
+        return CaseResult(step, case, errors=(str(error),))
+    (outputs, errors), *others = results
+    measures, mismatches = compare(case, inputs, outputs)
+    errors += mismatches
+    for others_outputs, _ in others:
+        for operand, first, again in zip(
+            step.operation.outputs, outputs, others_outputs, strict=True
+        ):
+            errors += repeated(operand.name, first, again)
+    return CaseResult(step, case, measures, tuple(errors), num_runs=len(results))
 
 
-def run(
-    step: Step, case: Case, backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-):
-    """o (contiguous), lse and a list of problems: writes beside o where its layout leaves gaps."""
-    storage, view = case.make_output(backend.device)
-    lse = torch.full(q.shape[:3], torch.nan, device=backend.device)
-    backend.launch(step, q, k, v, view, lse, **case.arguments)
-    o = view.contiguous().clone()
-    view.fill_(torch.nan)
-    written = (~storage.isnan()).sum().item()
-    return o, lse, [f"{written} elements between the rows of o were written"] if written else []
+def launch(
+    step: Step, case: Case, backend: Backend, inputs: Inputs
+) -> tuple[list[torch.Tensor], list[str]]:
+    """The outputs, contiguous, and a list of errors: writes where a layout leaves gaps."""
+    made = case.make_outputs(backend.device)
+    backend.launch(step, *inputs, *(view for _, view in made), **case.arguments)
+    outputs, errors = [], []
+    for operand, (storage, view) in zip(step.operation.outputs, made, strict=True):
+        outputs.append(view.contiguous().clone())
+        view.fill_(torch.nan)
+        if written := (~storage.isnan()).sum().item():
+            errors.append(f"{written} elements between the rows of {operand.name} were written")
+    return outputs, errors
 
 
 def make_runs(backend_name: str, seed: int, sanitize: bool) -> list[Runs]:
@@ -215,8 +220,8 @@ def not_run(step: Step, case: Case, backend: Backend) -> CaseResult | None:
     if reason is None:
         return None
     if is_promised(step, case.specialization, backend):
-        problem = f"cannot be launched on the architecture that its limits name: it {reason}"
-        return CaseResult(step, case, problems=(problem,))
+        error = f"cannot be launched on the architecture that its limits name: it {reason}"
+        return CaseResult(step, case, errors=(error,))
     return CaseResult(step, case, skipped=reason)
 
 
@@ -333,9 +338,10 @@ def check_steps(
     plan = []
     choices = make_runs(backend_name, seed, sanitize)
     for step in steps:
-        runs = next((runs for runs in choices if can_run(step, cases, runs.backend)), choices[0])
+        own = [case for case in cases if case.operation == step.operation]
+        runs = next((runs for runs in choices if can_run(step, own, runs.backend)), choices[0])
         all_here = case_names is not None or runs.backend.name == "gpu"
-        plan.append((step, [case for case in cases if all_here or not case.gpu_only], runs))
+        plan.append((step, [case for case in own if all_here or not case.gpu_only], runs))
     build_all(plan)
     print(HEADING)
     results = [check_step(step, cases, runs, seed) for step, cases, runs in plan]

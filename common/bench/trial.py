@@ -90,12 +90,12 @@ def peak_memory(call: Callable[[], object]) -> tuple[object, int]:
 
 def require_right(name: str, trial: Trial, case: Case, expected: Expected) -> None:
     """Raises UsageError where an output differs from the oracle by more than the case allows."""
-    allowed = {"o": expected.o_max, "lse": expected.lse_max}
     for output, error in trial.errors.items():
-        if not error <= allowed[output]:  # as for NaN
+        allowed = expected.allowances[f"{output} max"]
+        if not error <= allowed:  # as for NaN
             raise UsageError(
                 f"{name} is wrong on {case.name}: an error of {error:.1e} in {output}, where "
-                f"{allowed[output]:.1e} is allowed"
+                f"{allowed:.1e} is allowed"
             )
 
 
