@@ -15,9 +15,14 @@ class Cache(dict):
         self._lock = threading.Lock()
 
     def add(self, key, value):
-        """Adds an entry, the oldest leaves where there are too many; returns the value."""
+        """Adds an entry and returns its value: where threads add the same key, the first one's.
+
+        The oldest entry leaves where there are too many.
+        """
+        evicted = None  # destroyed after the lock is released: that may run any code
         with self._lock:
-            self[key] = value
+            value = self.setdefault(key, value)
             if len(self) > MAX_ENTRIES:
-                del self[next(iter(self))]
+                evicted = self.pop(next(iter(self)))
+        del evicted
         return value
