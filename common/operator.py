@@ -6,12 +6,15 @@ finds out about some inputs, it keeps for the next ones that lie alike.
 
 from __future__ import annotations
 
-from functools import cache
+import threading
+from functools import partial
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd import forward_ad
 
 from .cache import Cache
-from .catalog import all_steps, find_step
+from .catalog import STEPS_DIR, all_steps, find_step
 from .errors import UsageError
 from .operation import FORWARD
 from .runtime.backend import DTYPE_NAMES, Backend, Call, empty_outputs, specialization
@@ -31,6 +34,15 @@ _library.define(
 forward = torch.ops.attention_worklog.forward.default
 
 _calls = Cache()
+_backends: dict[torch.device, Backend] = {}  # never removed: they own the modules they have loaded
+_backends_lock = threading.Lock()
+
+# The dispatch keys of tensors that nothing but autograd stands before: no mode, no subclass, no
+# transform of torch.func.
+_PLAIN_KEYS = {
+    DispatchKeySet(DispatchKey.CPU).add(DispatchKey.AutogradCPU).raw_repr(),
+    DispatchKeySet(DispatchKey.CUDA).add(DispatchKey.AutogradCUDA).raw_repr(),
+}
 
 
 def _forward(
@@ -42,7 +54,6 @@ def _forward(
     step: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse; the arguments, and what is raised, are those of common.attention."""
-    _refuse_grad(q, k, v)
     # fmt: off
     key = (
         step, causal, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ADDRESS_BITS,
@@ -51,40 +62,96 @@ def _forward(
         v.shape, v.stride(), v.dtype, v.device,
     )
     # fmt: on
-    call = _calls.get(key) or _calls.add(key, _prepare(q, k, v, causal, step))
+    call, default_scale = _calls.get(key) or _calls.add(key, _prepare(q, k, v, causal, step))
     o, lse = empty_outputs(FORWARD, (q, k, v))
-    call(q, k, v, o, lse, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    call(q, k, v, o, lse, default_scale if softmax_scale is None else softmax_scale)
     return o, lse
 
 
 def _fake(q, k, v, causal, softmax_scale, step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs without contents."""
-    _refuse_grad(q, k, v)
+    """Outputs without contents: of fake tensors, and of those on the device meta."""
     _validate(q, k, v)
     return empty_outputs(FORWARD, (q, k, v))
 
 
-# One for all devices, so that a device that has no backend is refused in our words.
-_library.impl("forward", _forward, "CompositeExplicitAutograd")
-torch.library.register_fake("attention_worklog::forward", _fake, lib=_library)
+def _autograd(
+    keys: DispatchKeySet, q, k, v, causal, softmax_scale, step
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Refuses derivatives, then goes on with what stands below autograd.
 
-
-def _refuse_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Here, and not in attention(), it also sees who calls the operator itself."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    It runs at each level of torch.func's transforms, and sees the tensors as that level has them.
+    """
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v):
         name = next(name for name, t in zip("qkv", (q, k, v), strict=True) if t.requires_grad)
         raise UsageError(f"{name} requires grad, and there is no backward: use torch.no_grad()")
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v)
+    if keys.raw_repr() in _PLAIN_KEYS:  # nothing does: the dispatcher's way there takes 3 us
+        return _forward(q, k, v, causal, softmax_scale, step)
+    with torch._C._AutoDispatchBelowAutograd():
+        below = keys & torch._C._after_autograd_keyset
+        return forward.redispatch(below, q, k, v, causal, softmax_scale, step)
+
+
+def _refuse_tangents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises UsageError for a dual tensor of forward-mode AD."""
+    if not torch._C._is_fwd_grad_enabled():
+        return
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if forward_ad.unpack_dual(t).tangent is not None:
+            raise UsageError(
+                f"{name} has a tangent, and there is no forward-mode derivative: "
+                f"pass {name}.detach()"
+            )
+
+
+def _autocast(
+    device_type: str, key: DispatchKey, q, k, v, causal, softmax_scale, step
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Casts q, k and v to the dtype of torch.autocast, as scaled_dot_product_attention does."""
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def cast(t: torch.Tensor) -> torch.Tensor:
+        here = t.device.type == device_type and t.is_floating_point()
+        return t.to(dtype) if here and t.dtype != torch.float64 else t
+
+    with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key)):
+        return forward(cast(q), cast(k), cast(v), causal, softmax_scale, step)
+
+
+def _vmap(info, in_dims, q, k, v, causal, softmax_scale, step):
+    """The axis that torch.vmap maps over becomes part of the batch."""
+
+    def merge(t: torch.Tensor, axis: int | None) -> torch.Tensor:
+        t = t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
+        return t.flatten(0, 1)
+
+    inputs = [merge(t, axis) for t, axis in zip((q, k, v), in_dims[:3], strict=True)]
+    outputs = forward(*inputs, causal, softmax_scale, step)
+    return tuple(t.unflatten(0, (info.batch_size, -1)) for t in outputs), (0, 0)
+
+
+# One for all devices, so that a device that has no backend is refused in our words.
+_library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("forward", _autograd, "Autograd", with_keyset=True)
+_library.impl("forward", partial(_autocast, "cpu", DispatchKey.AutocastCPU), "AutocastCPU")
+_library.impl("forward", partial(_autocast, "cuda", DispatchKey.AutocastCUDA), "AutocastCUDA")
+torch.library.register_fake("attention_worklog::forward", _fake, lib=_library)
+torch.library.register_vmap("attention_worklog::forward", _vmap, lib=_library)
 
 
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, step: str | None
-) -> Call:
-    """What computes it: Backend.prepare of the step, or of the highest that can run it."""
+) -> tuple[Call, float]:
+    """What computes it, and the softmax_scale where none is given.
+
+    The first is Backend.prepare of the step, or of the highest that can run these inputs.
+    """
     _validate(q, k, v)
     backend = _backend(q.device)
     chosen = highest_step(backend, q, k, v, causal) if step is None else find_step(step)
     tensors = (q, k, v, *empty_outputs(FORWARD, (q, k, v)))
-    return backend.prepare(chosen, tensors, causal=causal)
+    return backend.prepare(chosen, tensors, causal=causal), q.shape[-1] ** -0.5
 
 
 def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -99,7 +166,7 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise UsageError(f"{name} is too long: shape {list(t.shape)}, sizes must be below 2^31")
         if t.dtype not in DTYPE_NAMES:
             raise UsageError(f"{name} must be bfloat16, float16 or float32, not {t.dtype}")
-        if t.device.type not in ("cpu", "cuda"):
+        if t.device.type not in ("cpu", "cuda", "meta"):
             raise UsageError(f"{name} must be a CPU or CUDA tensor, not one on {t.device}")
         if t.stride(-1) != 1:
             raise UsageError(
@@ -124,8 +191,15 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise UsageError(f"heads ({q.shape[1]}) must be a multiple of kv_heads ({k.shape[1]})")
 
 
-@cache
 def _backend(device: torch.device) -> Backend:
+    """The backend of a device: one for the life of the process, whichever thread asks first."""
+    with _backends_lock:
+        if device not in _backends:
+            _backends[device] = _make_backend(device)
+        return _backends[device]
+
+
+def _make_backend(device: torch.device) -> Backend:
     if device.type == "cuda":
         from .runtime.gpu import GpuBackend
 
@@ -151,5 +225,7 @@ def highest_step(
             except UsageError as error:
                 reason = str(error)
         refusals.setdefault(reason, step.name)
+    if not refusals:
+        raise UsageError(f"there is no step in {STEPS_DIR}: restore it, or install again")
     told = "; ".join(f"{name} {reason}" for reason, name in refusals.items())
     raise UsageError(f"no step can run these inputs: {told}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,7 +60,7 @@ BAD = {
     "three axes": (lambda x: {"k": x["k"][0]}, r"k must be \[batch, heads, seq, head_dim\]"),
     "empty": (lambda x: {"v": x["v"][:, :, :0]}, r"v is empty: shape \[2, 2, 0, 64\]"),
     "float64": (lambda x: {"q": x["q"].double()}, "not torch.float64"),
-    "meta": (lambda x: {"q": x["q"].to("meta")}, "CPU or CUDA tensor, not one on meta"),
+    "meta": (lambda x: {"q": x["q"].to("meta")}, "same device: q meta, k cpu, v cpu"),
     "last axis": (
         lambda x: {"q": x["q"].transpose(2, 3).contiguous().transpose(2, 3)},
         r"the last dimension of q must be contiguous, its stride is 37: pass q.contiguous\(\)",
@@ -73,6 +74,21 @@ BAD = {
         lambda x: {n: t[..., :60].contiguous() for n, t in x.items()},
         f"{NEWEST} takes head_dim 8 to 256 in multiples of 8, not 60",
     ),
+    "causal": (lambda x: {"causal": "no"}, "causal must be True or False, not of type str"),
+    "causal as a number": (
+        lambda x: {"causal": 1},
+        "causal must be True or False, not of type int",
+    ),
+    "scale": (lambda x: {"softmax_scale": "1"}, "softmax_scale must be a number, not str"),
+    "sdpa's is_causal": (
+        lambda x: {"is_causal": True},
+        r"takes no is_causal: say causal=, whose mask ends at the last query and the last key "
+        r"\(query i sees keys j <= i \+ seq_k - seq_q\), where torch's begins at the first",
+    ),
+    "sdpa's scale": (lambda x: {"scale": 1.0}, "takes no scale: say softmax_scale="),
+    "sdpa's mask": (lambda x: {"attn_mask": None}, "takes no attn_mask: causal=True is the only"),
+    "sdpa's dropout": (lambda x: {"dropout_p": 0.0}, "takes no dropout_p: there is no dropout"),
+    "sdpa's gqa": (lambda x: {"enable_gqa": True}, "takes no enable_gqa: leave it out"),
     "step": (lambda x: {"step": "v99"}, "no step 'v99'; the steps are v01, v02"),
 }
 
@@ -84,6 +100,18 @@ def test_bad_input_gets_one_clear_line(name: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
         attention(**(inputs | change(inputs)))
     assert "\n" not in str(error.value)
+
+
+def test_a_numpy_bool_is_a_bool() -> None:
+    inputs = _inputs()
+    for causal in (False, True):
+        expected = attention(**inputs, causal=causal)
+        assert torch.equal(attention(**inputs, causal=np.bool_(causal)), expected)
+
+
+def test_an_unknown_keyword_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
+        attention(**_inputs(), window=4)
 
 
 @pytest.mark.gpu

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch import autograd, func
+from torch._dynamo.exc import TorchRuntimeError
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from common import UsageError, attention, cache
 from common import operator as op
 from common.catalog import all_steps
+from common.runtime.launch import LaunchDescriptor
 from verify.cases import BF16, contiguous, padded, transposed
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -88,36 +101,241 @@ def test_compiles_into_cuda_graphs() -> None:
         assert torch.equal(compiled(*inputs).clone(), attention(*inputs))
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_gradients_are_refused(index: int) -> None:
-    """Also to who calls the operator itself; not where none are computed."""
-    inputs = [t.requires_grad_(place == index) for place, t in enumerate(make_inputs())]
-    message = f"{'qkv'[index]} requires grad, and there is no backward: use torch.no_grad()"
-    for call in (attention, lambda q, k, v: op.forward(q, k, v, False, None, None)):
-        with pytest.raises(UsageError) as error:
-            call(*inputs)
-        assert str(error.value) == message
-        with torch.no_grad():
-            call(*inputs)
+NO_BACKWARD = "q requires grad, and there is no backward: use torch.no_grad()"
+NO_TANGENT = "q has a tangent, and there is no forward-mode derivative: pass q.detach()"
+
+
+def dual(function: Callable, q: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(q, torch.ones_like(q)))
+
+
+def requires_grad(q: torch.Tensor) -> torch.Tensor:
+    return q.clone().requires_grad_()
+
+
+# Of a function of q that returns a number.
+DERIVATIVES = {
+    "requires_grad": (NO_BACKWARD, lambda f, q: f(requires_grad(q))),
+    "intermediate": (NO_BACKWARD, lambda f, q: f(q * torch.ones((), requires_grad=True))),
+    "checkpoint": (
+        NO_BACKWARD,
+        lambda f, q: checkpoint(f, requires_grad(q), use_reentrant=False),
+    ),
+    "reentrant checkpoint": (
+        NO_BACKWARD,
+        lambda f, q: checkpoint(f, requires_grad(q), use_reentrant=True).backward(),
+    ),
+    "functional.vjp": (NO_BACKWARD, autograd.functional.vjp),
+    "functional.jvp": (NO_BACKWARD, lambda f, q: autograd.functional.jvp(f, q, q)),
+    "functional.hvp": (NO_BACKWARD, lambda f, q: autograd.functional.hvp(f, q, q)),
+    "functional.jacobian": (NO_BACKWARD, autograd.functional.jacobian),
+    "functional.hessian": (NO_BACKWARD, autograd.functional.hessian),
+    "functional.jacobian forward": (
+        NO_TANGENT,
+        lambda f, q: autograd.functional.jacobian(f, q, strategy="forward-mode", vectorize=True),
+    ),
+    "dual": (NO_TANGENT, dual),
+    "grad": (NO_BACKWARD, lambda f, q: func.grad(f)(q)),
+    "grad_and_value": (NO_BACKWARD, lambda f, q: func.grad_and_value(f)(q)),
+    "vjp": (NO_BACKWARD, lambda f, q: func.vjp(f, q)[1](torch.ones(()))),
+    "jacrev": (NO_BACKWARD, lambda f, q: func.jacrev(f)(q)),
+    "jacfwd": (NO_TANGENT, lambda f, q: func.jacfwd(f)(q)),
+    "jvp": (NO_TANGENT, lambda f, q: func.jvp(f, (q,), (q,))),
+    "hessian": (NO_BACKWARD, lambda f, q: func.hessian(f)(q)),
+    "linearize": (NO_TANGENT, func.linearize),
+    "vmap of grad": (NO_BACKWARD, lambda f, q: torch.vmap(func.grad(f))(q[None])),
+    "grad of vmap": (
+        NO_BACKWARD,
+        lambda f, q: func.grad(lambda x: torch.vmap(f)(x).sum())(q[None]),
+    ),
+}
+NOT_OF_COMPILED = ("linearize",)  # torch.compile itself refuses that
+
+
+@pytest.fixture
+def sum_of_outputs() -> tuple[Callable, torch.Tensor]:
+    """A function of q that returns a number, and q."""
+    q, k, v = (t.float() for t in make_inputs())
+    return lambda x: attention(x, k, v, step=OLDEST.name).sum(), q
+
+
+@pytest.mark.parametrize("way", DERIVATIVES)
+def test_every_way_to_a_derivative_is_refused(way: str, sum_of_outputs) -> None:
+    message, differentiate = DERIVATIVES[way]
+    with pytest.raises(UsageError) as error:
+        differentiate(*sum_of_outputs)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("way", [way for way in DERIVATIVES if way not in NOT_OF_COMPILED])
+def test_a_derivative_of_what_is_compiled_is_refused(way: str, is_warm, sum_of_outputs) -> None:
+    """torch.compile puts its own words around ours where it finds out first."""
+    message, differentiate = DERIVATIVES[way]
+    function, q = sum_of_outputs
     torch.compiler.reset()
-    compiled = torch.compile(attention, backend="aot_eager")
-    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=f"{'qkv'[index]} requires grad"):
-        compiled(*inputs)
-    with torch.no_grad():
-        assert torch.equal(compiled(*inputs), attention(*inputs))
+    compiled = torch.compile(function, backend="aot_eager")
+    if is_warm:
+        compiled(q)
+    with pytest.raises((UsageError, TorchRuntimeError), match=re.escape(message)):
+        differentiate(compiled, q)
 
 
-def test_gradient_of_an_intermediate_is_refused() -> None:
+@pytest.mark.parametrize("way", ["grad", "jvp", "jacfwd", "hessian", "vmap of grad"])
+def test_a_compiled_derivative_is_refused(way: str, sum_of_outputs) -> None:
+    message, differentiate = DERIVATIVES[way]
+    function, q = sum_of_outputs
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: differentiate(function, x), backend="aot_eager")
+    with pytest.raises(TorchRuntimeError, match=re.escape(message)):
+        compiled(q)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_any_input_and_the_operator_itself(name: str) -> None:
+    inputs = dict(zip("qkv", make_inputs(), strict=True))
+    calls = [attention, lambda **inputs: op.forward(*inputs.values(), False, None, None)]
+    for call in calls:
+        with pytest.raises(UsageError, match=f"^{name} requires grad"):
+            call(**inputs | {name: requires_grad(inputs[name])})
+        with pytest.raises(UsageError, match=f"^{name} has a tangent"):
+            dual(lambda t, call=call: call(**inputs | {name: t}), inputs[name])
+
+
+def test_a_subclass_that_requires_grad_is_refused() -> None:
+    """What it wraps does not require grad."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, wrapped: torch.Tensor) -> Wrapper:
+            self = torch.Tensor._make_wrapper_subclass(
+                cls, wrapped.shape, dtype=wrapped.dtype, requires_grad=wrapped.requires_grad
+            )
+            self.wrapped = wrapped.detach()
+            return self
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args, kwargs=None):
+            return function(*(t.wrapped if isinstance(t, cls) else t for t in args))
+
     q, k, v = make_inputs()
-    with pytest.raises(UsageError, match="v requires grad"):
-        attention(q, k, v * torch.ones((), requires_grad=True))
+    assert torch.equal(attention(Wrapper(q), k, v), attention(q, k, v))
+    with pytest.raises(UsageError, match="q requires grad"):
+        attention(Wrapper(requires_grad(q)), k, v)
+
+
+def test_where_no_derivative_is_computed(sum_of_outputs) -> None:
+    function, q = sum_of_outputs
+    expected = function(q)
+    with torch.no_grad():
+        assert function(requires_grad(q)) == expected
+    with torch.inference_mode():
+        assert function(requires_grad(q)) == expected
+    assert function(requires_grad(q).detach()) == expected
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="aot_eager")
+    with torch.no_grad():
+        assert compiled(requires_grad(q)) == expected
+    # In a differentiated function, a factor that does not depend on what it is differentiated by.
+    for constant in (
+        lambda x: function(q),
+        lambda x: function(x.detach()),
+        torch.no_grad()(function),
+    ):
+        gradient = func.grad(lambda x, constant=constant: constant(x) * x.sum())(q)
+        assert torch.equal(gradient, expected.expand_as(q))
+    value, tangent = func.jvp(lambda x: function(x.detach()) * x.sum(), (q,), (q,))
+    assert (value, tangent) == (expected * q.sum(), expected * q.sum())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("axis", range(4))
+def test_vmap_adds_to_the_batch(axis: int, device: str) -> None:
+    q, k, v = make_inputs(device)
+    queries = torch.stack([q, -q, 2 * q])
+    expected = torch.stack([attention(x, k, v, causal=True) for x in queries])
+
+    def call(x):
+        return attention(x, k, v, causal=True)
+
+    stored = queries.movedim(0, axis).contiguous()
+    assert torch.equal(torch.vmap(call, in_dims=axis)(stored), expected)
+    nested = torch.vmap(torch.vmap(call), out_dims=1)(queries[None])
+    assert torch.equal(nested, expected[:, None])
+    if axis == 0:
+        torch.compiler.reset()
+        compiled = torch.compile(torch.vmap(call), backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(queries), expected)
+
+
+def test_vmap_over_all_inputs() -> None:
+    inputs = [torch.stack([t, t.flip(2)]) for t in make_inputs()]
+    o, lse = torch.vmap(lambda q, k, v: attention(q, k, v, return_lse=True))(*inputs)
+    for place, single in enumerate(zip(*inputs, strict=True)):
+        expected_o, expected_lse = attention(*single, return_lse=True)
+        assert torch.equal(o[place], expected_o)
+        assert torch.equal(lse[place], expected_lse)
+
+
+def test_a_plain_call_does_not_go_through_the_dispatcher_twice(monkeypatch) -> None:
+    inputs = make_inputs()
+    expected = attention(*inputs)
+    forward = op.forward
+    monkeypatch.setattr(op, "forward", None)  # its redispatch
+    assert torch.equal(forward(*inputs, False, None, None)[0], expected)
+    with pytest.raises(AttributeError, match="redispatch"):
+        forward(torch._neg_view(inputs[0]), *inputs[1:], False, None, None)
+
+
+def test_a_lazy_negative_is_resolved() -> None:
+    q, k, v = make_inputs()
+    assert torch.equal(attention(torch._neg_view(q), k, v), attention(-q, k, v))
+
+
+@pytest.mark.parametrize("layout", [contiguous, transposed, padded, overlapping])
+def test_meta_tensors_give_meta_outputs(layout) -> None:
+    inputs = make_inputs(layout=layout)
+    metas = [torch.empty_strided(t.shape, t.stride(), dtype=BF16, device="meta") for t in inputs]
+    outputs = attention(*metas, return_lse=True)
+    for meta, real in zip(outputs, attention(*inputs, return_lse=True), strict=True):
+        assert meta.device.type == "meta"
+        assert (meta.shape, meta.stride(), meta.dtype) == (real.shape, real.stride(), real.dtype)
+    with pytest.raises(UsageError, match="must have the same batch and head_dim"):
+        attention(metas[0][..., :32], *metas[1:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_as_sdpa_follows_it(dtype: torch.dtype, device: str) -> None:
+    q, k, v = make_inputs(device)
+    inputs = [(q.float(), k.float(), v.float()), (q.float(), k.half(), v), (q, k, v)]
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    for mixed in inputs:
+        expected = attention(*(t.to(dtype) for t in mixed))
+        with torch.autocast(device, dtype=dtype):
+            peer = scaled_dot_product_attention(*mixed, enable_gqa=True)
+            found = attention(*mixed)
+            assert found.dtype == peer.dtype == dtype
+            assert torch.equal(found, expected)
+            assert torch.equal(compiled(*mixed), expected)
+    with torch.autocast(device, dtype=dtype, enabled=False):
+        assert attention(*inputs[0]).dtype == torch.float32
+    doubles = [t.double() for t in inputs[0]]
+    with torch.autocast(device, dtype=dtype):
+        assert scaled_dot_product_attention(*doubles, enable_gqa=True).dtype == torch.float64
+        with pytest.raises(UsageError, match=r"not torch\.float64"):
+            attention(*doubles)
+        with pytest.raises(UsageError, match="q requires grad"):
+            attention(requires_grad(inputs[0][0]), *inputs[0][1:])
 
 
 def test_what_cannot_run_is_told_while_compiling() -> None:
     torch.compiler.reset()
     q, k, v = make_inputs()
     compiled = torch.compile(attention, backend="aot_eager")
-    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="must have the same dtype"):
+    with pytest.raises(TorchRuntimeError, match="must have the same dtype"):
         compiled(q, k.half(), v)
 
 
@@ -177,3 +395,97 @@ def test_a_cache_drops_its_oldest(monkeypatch) -> None:
     assert kept == {"a": "A", "b": "B"}
     kept.add("c", "C")
     assert kept == {"b": "B", "c": "C"}
+    assert [kept.add("b", "other"), kept.add("c", "other")] == ["B", "C"]  # the first one's
+    assert kept == {"b": "B", "c": "C"}
+
+
+def test_what_a_cache_drops_may_use_it(monkeypatch) -> None:
+    """Destroying a value can run anything, also a collection of garbage."""
+    monkeypatch.setattr(cache, "MAX_ENTRIES", 1)
+    kept = cache.Cache()
+
+    class Value:
+        pass
+
+    value = Value()
+    ended = threading.Event()
+    weakref.finalize(value, lambda: kept.add("from the destructor", 1) and ended.set())
+    kept.add("a", value)
+    del value
+    thread = threading.Thread(target=kept.add, args=("b", 2), daemon=True)
+    thread.start()
+    assert ended.wait(10), "a deadlock"
+
+
+class FakeBackend:
+    """Is slow to come up, as a CUDA context is, and owns what it loads."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        time.sleep(0.2)
+
+    def refusal(self, step, spec) -> None:
+        return None
+
+    def descriptor(self, step, spec) -> LaunchDescriptor:
+        return LaunchDescriptor(alignment=1)
+
+    def prepare(self, step, tensors, *, causal) -> Callable:
+        return lambda q, k, v, o, lse, softmax_scale: o.fill_(id(self) % 251)
+
+
+@pytest.fixture
+def fake_backend(monkeypatch) -> type[FakeBackend]:
+    monkeypatch.setattr(op, "_calls", cache.Cache())
+    monkeypatch.setattr(op, "_backends", {})
+    monkeypatch.setattr("common.runtime.cpu.CpuBackend", FakeBackend)
+    monkeypatch.setattr(FakeBackend, "made", 0)
+    return FakeBackend
+
+
+def test_threads_whose_first_calls_meet_share_a_backend(fake_backend) -> None:
+    inputs = make_inputs()
+    barrier = threading.Barrier(8)
+
+    def call(_) -> torch.Tensor:
+        barrier.wait(10)
+        return attention(*inputs)
+
+    with ThreadPoolExecutor(8) as pool:
+        outputs = list(pool.map(call, range(8)))
+    assert fake_backend.made == 1
+    assert all(torch.equal(o, outputs[0]) for o in outputs)
+
+
+def test_a_backend_outlives_the_calls_that_are_kept(fake_backend, monkeypatch) -> None:
+    """Its modules would be unloaded with it, on whichever thread that happens."""
+    monkeypatch.setattr(cache, "MAX_ENTRIES", 1)
+    q, k, v = make_inputs()
+    attention(q, k, v)
+    (backend,) = map(weakref.ref, op._backends.values())
+    attention(q, k, v, causal=True)
+    attention(q[:, :, 1:].clone(), k, v)
+    assert len(op._calls) == 1
+    op._calls.clear()
+    gc.collect()
+    assert backend() is not None
+    attention(q, k, v)
+    assert fake_backend.made == 1
+
+
+def test_a_backend_that_cannot_be_made_is_tried_again(fake_backend, monkeypatch) -> None:
+    inputs = make_inputs()
+    with monkeypatch.context() as broken:
+        broken.setattr("common.runtime.cpu.CpuBackend", None)
+        with pytest.raises(TypeError):
+            attention(*inputs)
+    attention(*inputs)
+    assert fake_backend.made == 1
+
+
+def test_an_empty_catalog_is_named(fake_backend, monkeypatch) -> None:
+    monkeypatch.setattr(op, "all_steps", lambda: ())
+    with pytest.raises(UsageError, match=r"^there is no step in .*steps: install"):
+        attention(*make_inputs())
