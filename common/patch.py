@@ -14,7 +14,7 @@ from pathlib import Path
 from .catalog import find_step
 from .errors import UsageError, explain
 from .records import write_atomically
-from .source import ROOT
+from .source import BUILD_DIR, ROOT
 from .step import Step
 
 
@@ -49,7 +49,7 @@ class Patch:
                 )
             source = source.replace("\n" + hunk.old, "\n" + hunk.new)
         source = re.sub(r"^\n// \w+ --", f"// {self.name} --", source)
-        path = ROOT / "build" / "patched" / f"{self.name}.cu"
+        path = BUILD_DIR / "patched" / f"{self.name}.cu"
         try:
             if not path.exists() or path.read_bytes() != source.encode():
                 write_atomically(path, source)

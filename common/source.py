@@ -1,15 +1,47 @@
-"""What a source consists of: the headers it includes, and its code without comments."""
+"""Where sources are and what they become, and what a source consists of.
+
+That is the headers it includes, and its code without comments.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import tokenize
 from itertools import accumulate
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-DEVICE_DIR = ROOT / "common" / "runtime" / "device"  # of the headers, when nvcc compiles
+from .errors import UsageError
+
+_PACKAGE = Path(__file__).resolve().parent
+IS_INSTALLED = (_PACKAGE / "steps").is_dir()  # a wheel has the steps inside; else a checkout
+ROOT = _PACKAGE if IS_INSTALLED else _PACKAGE.parent  # has steps/
+DEVICE_DIR = _PACKAGE / "runtime" / "device"  # of the headers, when nvcc compiles
+
+
+def build_dir() -> Path:
+    """Where what is compiled is kept: build/ in a checkout, else a folder in the user's cache.
+
+    ATTENTION_WORKLOG_CACHE names any other.
+    """
+    if chosen := os.environ.get("ATTENTION_WORKLOG_CACHE"):
+        return Path(chosen).absolute()
+    if not IS_INSTALLED:
+        return ROOT / "build"
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not user_cache.is_absolute():  # nor is one to be used, by XDG's specification
+        try:
+            user_cache = Path.home() / ".cache"
+        except RuntimeError:
+            raise UsageError(
+                "there is no home directory: set ATTENTION_WORKLOG_CACHE to a folder for what is "
+                "compiled"
+            ) from None
+    return user_cache / "attention-worklog"
+
+
+BUILD_DIR = build_dir()
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)".*$', re.MULTILINE)
 _TOKEN = re.compile(

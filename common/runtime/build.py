@@ -17,10 +17,8 @@ from pathlib import Path
 
 from ..errors import UsageError, explain
 from ..problem import Specialization
-from ..source import DEVICE_DIR, ROOT, included_headers
+from ..source import BUILD_DIR, DEVICE_DIR, included_headers
 from ..step import Step
-
-BUILD_DIR = ROOT / "build"
 
 
 @dataclass(frozen=True)

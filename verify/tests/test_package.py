@@ -1,0 +1,210 @@
+"""What `pip install .` gives: its contents, and that it works outside of the repository."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import typing
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import common
+from common import UsageError, attention, source
+from common.catalog import all_steps
+from common.source import ROOT, build_dir
+
+MADE_FROM = ("common", "steps", "pyproject.toml", "README.md", "LICENSE")
+CALL = """
+import sys
+import attention_worklog
+assert "torch" not in sys.modules, "torch is imported before it is needed"
+from attention_worklog import UsageError, attention
+import torch
+q, k, v = (torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (5, 7, 7))
+o, lse = attention(q, k, v, causal=True, return_lse=True, step="v01")
+mask = torch.ones(5, 7, dtype=torch.bool).tril(7 - 5)
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+torch.testing.assert_close(o, expected)
+try:
+    attention(q, k, v, step="v99")
+except UsageError as error:
+    print(error)
+print(attention_worklog.__version__, attention_worklog.__file__, sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Made from a copy: setuptools would take what an earlier build left in build/lib."""
+    for needed in ("pip", "setuptools"):
+        if find_spec(needed) is None:
+            pytest.skip(f"{sys.executable} has no {needed}")
+    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
+    for name in MADE_FROM:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copy)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(copy)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (made,) = out.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """A folder for PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def metadata(installed: Path) -> Message:
+    (path,) = installed.glob("*.dist-info/METADATA")
+    return Parser().parsestr(path.read_text(encoding="utf-8"))
+
+
+def relative_files(folder: Path, *patterns: str) -> set[str]:
+    return {
+        path.relative_to(folder).as_posix()
+        for pattern in patterns
+        for path in folder.glob(pattern)
+        if path.is_file()
+    }
+
+
+def test_only_what_attention_runs_is_inside(installed: Path) -> None:
+    info, package = sorted(installed.iterdir(), key=lambda path: path.suffix, reverse=True)
+    assert info.suffix == ".dist-info"
+    assert package.name == "attention_worklog"
+    runtime = "runtime/*.py", "runtime/*.h", "runtime/device/*", "runtime/simt/*"
+    expected = relative_files(ROOT / "common", "*.py", "py.typed", *runtime)
+    expected |= {f"steps/{step.path.name}" for step in all_steps()}
+    assert relative_files(package, "**/*") == expected
+    assert {"py.typed", "runtime/launch.h", "runtime/simt/run.cpp"} <= expected
+
+
+def test_metadata(installed: Path) -> None:
+    found = metadata(installed)
+    assert found["Name"] == "attention-worklog"
+    assert found["Version"] == common.__version__
+    assert found["License-Expression"] == "MIT"
+    needed = [line for line in found.get_all("Requires-Dist") if "extra ==" not in line]
+    assert sorted(line.split(">=")[0] for line in needed) == ["numpy", "torch"]
+    assert set(found.get_all("Provides-Extra")) == {"gpu", "dev"}
+
+
+def call_installed(installed: Path, folder: Path, **environment: str) -> list[str]:
+    """Runs CALL with what is installed, and nothing of the repository, in a folder."""
+    kept = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    ended = subprocess.run(
+        [sys.executable, "-c", CALL],
+        cwd=folder,
+        env=kept | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+def test_it_runs_outside_of_the_repository(installed: Path, tmp_path: Path) -> None:
+    """The first process compiles, into the user's cache only; the second finds all of it there."""
+    home = tmp_path / "home"
+    cache = home / ".cache" / "attention-worklog"
+    before = relative_files(installed, "**/*")
+    said = call_installed(installed, tmp_path, HOME=str(home))
+    assert said == [
+        f"no step 'v99'; the steps are {', '.join(step.name for step in all_steps())}",
+        common.__version__,
+        str(installed / "attention_worklog" / "__init__.py"),
+    ]
+    (program,) = cache.glob("v01_naive_d8_fp32_causal_simt-*[0-9a-f]")
+    assert os.access(program, os.X_OK)
+    assert relative_files(installed, "**/*") == before
+    assert set(tmp_path.iterdir()) == {home}
+
+    compiled = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    elsewhere = {"HOME": str(tmp_path / "other"), "ATTENTION_WORKLOG_CACHE": str(cache)}
+    assert call_installed(installed, tmp_path, **elsewhere) == said
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == compiled
+    assert set(tmp_path.iterdir()) == {home}
+
+
+def test_where_what_is_compiled_goes(monkeypatch, tmp_path: Path) -> None:
+    for variable in ("ATTENTION_WORKLOG_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build_dir() == ROOT / "build"
+    monkeypatch.setattr(source, "IS_INSTALLED", True)
+    assert build_dir() == tmp_path / ".cache" / "attention-worklog"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    assert build_dir() == tmp_path / ".cache" / "attention-worklog"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert build_dir() == tmp_path / "xdg" / "attention-worklog"
+    monkeypatch.setenv("ATTENTION_WORKLOG_CACHE", str(tmp_path / "chosen"))
+    for is_installed in (False, True):
+        monkeypatch.setattr(source, "IS_INSTALLED", is_installed)
+        assert build_dir() == tmp_path / "chosen"
+
+
+def test_no_home_directory(monkeypatch) -> None:
+    for variable in ("ATTENTION_WORKLOG_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(source, "IS_INSTALLED", True)
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(UsageError, match="no home directory: set ATTENTION_WORKLOG_CACHE"):
+        build_dir()
+
+
+def test_common_needs_no_torch_until_attention_is_asked_for() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None  # its import fails
+import common
+from common import UsageError, __version__
+import common.patch, common.records
+try:
+    common.missing
+except AttributeError as error:
+    assert "module 'common' has no attribute 'missing'" in str(error)
+try:
+    common.attention
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "torch\n"), ended.stderr
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads is of Python 3.11")
+def test_overloads_take_what_attention_takes() -> None:
+    parameters = dict(inspect.signature(attention).parameters)
+    assert parameters.pop("unknown").kind is inspect.Parameter.VAR_KEYWORD
+    overloads = typing.get_overloads(attention)
+    assert [function.__annotations__["return"] for function in overloads] == [
+        "Tensor",
+        "tuple[Tensor, Tensor]",
+        "Tensor | tuple[Tensor, Tensor]",
+    ]
+    for function in overloads:
+        declared = inspect.signature(function).parameters
+        assert {name: p.kind for name, p in declared.items()} == {
+            name: p.kind for name, p in parameters.items()
+        }
