@@ -34,11 +34,13 @@ _library.define(
 forward = torch.ops.attention_worklog.forward.default
 
 _calls = Cache()
-_backends: dict[torch.device, Backend] = {}  # never removed: they own the modules they have loaded
+# Never removed: a backend owns the modules that it has loaded, and what is kept of calls refers to
+# them. PyCUDA cannot unload them on a thread that another context is current in.
+_backends: dict[torch.device, Backend] = {}
 _backends_lock = threading.Lock()
 
-# The dispatch keys of tensors that nothing but autograd stands before: no mode, no subclass, no
-# transform of torch.func.
+# The dispatch keys of a call that nothing but autograd sees before a backend: no mode, no subclass
+# of Tensor, no transform of torch.func.
 _PLAIN_KEYS = {
     DispatchKeySet(DispatchKey.CPU).add(DispatchKey.AutogradCPU).raw_repr(),
     DispatchKeySet(DispatchKey.CUDA).add(DispatchKey.AutogradCUDA).raw_repr(),
@@ -77,16 +79,17 @@ def _fake(q, k, v, causal, softmax_scale, step) -> tuple[torch.Tensor, torch.Ten
 def _autograd(
     keys: DispatchKeySet, q, k, v, causal, softmax_scale, step
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Refuses derivatives, then goes on with what stands below autograd.
+    """Refuses derivatives, then goes on below autograd.
 
-    It runs at each level of torch.func's transforms, and sees the tensors as that level has them.
+    torch.func's transforms call it once a level, with the tensors as that level wraps them: what
+    requires grad there does not below.
     """
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v):
         name = next(name for name, t in zip("qkv", (q, k, v), strict=True) if t.requires_grad)
         raise UsageError(f"{name} requires grad, and there is no backward: use torch.no_grad()")
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
-    if keys.raw_repr() in _PLAIN_KEYS:  # nothing does: the dispatcher's way there takes 3 us
+    if keys.raw_repr() in _PLAIN_KEYS:  # saves 3 us: the way through the dispatcher
         return _forward(q, k, v, causal, softmax_scale, step)
     with torch._C._AutoDispatchBelowAutograd():
         below = keys & torch._C._after_autograd_keyset

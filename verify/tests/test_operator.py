@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -24,6 +26,7 @@ from common import UsageError, attention, cache
 from common import operator as op
 from common.catalog import all_steps
 from common.runtime.launch import LaunchDescriptor
+from common.source import ROOT
 from verify.cases import BF16, contiguous, padded, transposed
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -473,6 +476,53 @@ def test_a_backend_outlives_the_calls_that_are_kept(fake_backend, monkeypatch) -
     assert backend() is not None
     attention(q, k, v)
     assert fake_backend.made == 1
+
+
+THREADS = """
+import gc, sys, threading
+import torch
+from common import attention, cache, operator
+cache.MAX_ENTRIES = 2
+device, count = sys.argv[1], 4
+barrier = threading.Barrier(count)
+inputs = [torch.randn(1, 2, n, 8, device=device) for n in (3, 5, 7, 9)]
+outputs = [[] for _ in range(count)]
+
+def work(mine):
+    barrier.wait(60)
+    for t in inputs:
+        mine.append(attention(t, t, t, step="v01"))
+        gc.collect()
+    if device == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+def start(mine):
+    if device == "cuda":
+        with torch.cuda.stream(torch.cuda.Stream()):
+            work(mine)
+    else:
+        work(mine)
+
+torch.zeros(1, device=device).cpu()  # the inputs are there for all streams
+threads = [threading.Thread(target=start, args=(mine,)) for mine in outputs]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(operator._backends) == 1 and len(operator._calls) == 2
+for mine in outputs:
+    for t, o in zip(inputs, mine, strict=True):
+        expected = torch.nn.functional.scaled_dot_product_attention(t, t, t)
+        torch.testing.assert_close(o, expected)
+"""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_threads_drop_calls_of_one_another(device: str) -> None:
+    """In a process of its own, which ends: PyCUDA would say on stderr what it cannot unload."""
+    command = [sys.executable, "-c", THREADS, device]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_backend_that_cannot_be_made_is_tried_again(fake_backend, monkeypatch) -> None:
