@@ -109,7 +109,7 @@ compare: $(READY)  ## N=8 M=9: the diff of two steps, and from profiles/ what ch
 	$(PY) -m common compare $(N) $(M)
 
 worklog: $(READY)  ## write tables, numbers and plots from profiles/; CHECK=1: fail where they differ
-	$(PY) -m common.report.markdown $(if $(CHECK),--check)
+	$(PY) -m common worklog $(if $(CHECK),--check)
 
 test: $(READY)  ## pytest
 	$(PY) -m pytest $(if $(PYTHON),,-n auto)

@@ -32,6 +32,10 @@ def _main(arguments: list[str] | None) -> int:
     compared = commands.add_parser("compare", help="diff of two steps, and what it changes")
     compared.add_argument("first")
     compared.add_argument("second")
+    written = commands.add_parser("worklog", help="write tables, numbers and plots from profiles/")
+    written.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 if something differs"
+    )
     commands.add_parser("compile", help="compile all steps with nvcc and report their resources")
     commands.add_parser("lint", help="fail where a file in steps/ is malformed")
     launched = commands.add_parser("launch", help="launch a step once, for ncu to watch")
@@ -42,6 +46,8 @@ def _main(arguments: list[str] | None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.command == "compare":
         return _compare(options.first, options.second)
+    if options.command == "worklog":
+        return _worklog(options.check)
     if options.command == "compile":
         from verify.compile_gate import compile_all
 
@@ -70,16 +76,25 @@ def _run(options: argparse.Namespace) -> int:
 
 def _compare(first: str, second: str) -> int:
     """Prints the diff of two steps and, of the headline GPU's records, what changes with it."""
-    from .records import PROFILES_DIR
+    from .records import HEADLINE_GPU, PROFILES_DIR
     from .report.compare import change_table, find_two, source_diff
-    from .report.markdown import HEADLINE_GPU
-    from .report.record_set import load_profile
+    from .report.record_set import load_record_set
     from .source import ROOT
 
     steps = find_two(first, second)
-    table = change_table(load_profile(PROFILES_DIR / HEADLINE_GPU, ROOT), *steps)
+    table = change_table(load_record_set(PROFILES_DIR / HEADLINE_GPU, ROOT), *steps)
     print(f"{source_diff(*steps)}\n\n{table}", flush=True)
     return 0
+
+
+def _worklog(check: bool) -> int:
+    """Writes what follows from the records: tables, numbers, plots; or names what differs."""
+    from .report.markdown import regenerate
+
+    different = regenerate(check=check)
+    for name in different:
+        print(f"{name} differs: run make worklog" if check else f"wrote {name}")
+    return 1 if check and different else 0
 
 
 if __name__ == "__main__":

@@ -16,11 +16,18 @@ from .bench.timeline import timeline_patch, timeline_record
 from .catalog import all_steps, find_step, steps_to_run
 from .errors import UsageError
 from .problem import COUNTED
-from .records import PROFILES_DIR, gpu_folder, is_stale, read_records, write_record
-from .report import tables
-from .report import terminal as summary
-from .report.markdown import HEADLINE_GPU, regenerate
-from .report.record_set import Profile, load_profile
+from .record_schema import EXPERIMENT_RECORD, RECORD
+from .records import (
+    HEADLINE_GPU,
+    PROFILES_DIR,
+    gpu_folder,
+    is_stale,
+    read_record,
+    write_record,
+)
+from .report import tables, terminal
+from .report.markdown import regenerate
+from .report.record_set import RecordSet, load_record_set
 from .runtime.gpu import GpuBackend
 from .source import ROOT
 from .step import Step
@@ -50,21 +57,22 @@ def _run_step(step: Step) -> bool:
 
         (path,) = measure([step_candidate(step)])
         print(f"\nMeasured just now, {path.relative_to(ROOT)}:")
-    else:
-        path = PROFILES_DIR / HEADLINE_GPU / f"{step.name}.json"
-        print(
-            f"\nNot timed, as {obstacle}: the SIMT runtime executed the step, "
-            "which says nothing of its speed."
-        )
-        print(f"Recorded on the {HEADLINE_GPU.upper()}, {path.relative_to(ROOT)}:")
-    recorded = load_profile(path.parent, ROOT)
-    record = recorded.records.get(step.name)
+        print(terminal.measured(read_record(path, RECORD)))
+        return True
+    path = PROFILES_DIR / HEADLINE_GPU / f"{step.name}.json"
+    print(
+        f"\nNot timed, as {obstacle}: the SIMT runtime executed the step, "
+        "which says nothing of its speed."
+    )
+    print(f"Recorded on the {HEADLINE_GPU.upper()}, {path.relative_to(ROOT)}:")
+    measured = load_record_set(path.parent, ROOT).measured
+    record = measured.records.get(step.name)
     if record is None:
         print("  not measured")
     else:
-        if step.name in recorded.stale:
+        if step.name in measured.stale:
             print("  stale: the source has changed since")
-        print(summary.measured(record))
+        print(terminal.measured(record))
     return True
 
 
@@ -96,7 +104,7 @@ def bench(experiments: bool) -> int:
     for path in written:
         print(f"recorded {path.relative_to(ROOT)}")
     if not experiments:
-        print(tables.results(load_profile(written[0].parent, ROOT)))
+        print(tables.results(load_record_set(written[0].parent, ROOT)))
     _report_regenerated()
     return 0
 
@@ -117,10 +125,10 @@ def bench_latency() -> int:
     return _report(measure_latency(), tables.latency)
 
 
-def _report(path: Path, table: Callable[[Profile], str]) -> int:
+def _report(path: Path, table: Callable[[RecordSet], str]) -> int:
     """Prints what was recorded there."""
     print(f"recorded {path.relative_to(ROOT)}")
-    print(table(load_profile(path.parent, ROOT)))
+    print(table(load_record_set(path.parent, ROOT)))
     _report_regenerated()
     return 0
 
@@ -143,7 +151,7 @@ def profile(names: Sequence[str]) -> int:
 
 def _profile(step: Step) -> None:
     record = static_record(step)
-    print(f"{step.name}: {step.title}\n\n{summary.compiled(record)}")
+    print(f"{step.name}: {step.title}\n\n{terminal.compiled(record)}")
     _print_bank_conflicts(record["banks"])
     _write(static_path(step), record)
     if torch.cuda.is_available():
@@ -156,11 +164,11 @@ def _profile(step: Step) -> None:
 
 def _add_counters(step: Step) -> None:
     """Adds ncu's counters to what was measured here. Raises UsageError where nothing was."""
-    folder = _gpu_folder()
-    remedy = f"make step N={step.name}"
+    path, form, remedy = _gpu_folder() / f"{step.name}.json", RECORD, f"make step N={step.name}"
     if step not in all_steps():
-        folder, remedy = folder / "experiments", "make bench EXPERIMENTS=1"
-    record = read_records(folder).get(step.name)
+        path = path.parent / "experiments" / path.name
+        form, remedy = EXPERIMENT_RECORD, "make bench EXPERIMENTS=1"
+    record = read_record(path, form)
     if record is None or is_stale(record, step):
         raise UsageError(f"{step.name} has no record of its present source: {remedy}")
     print(f"{step.name}: profiling", flush=True)
@@ -169,7 +177,7 @@ def _add_counters(step: Step) -> None:
         print(f"warning: Nsight Compute's counters are {counters}", file=sys.stderr)
         if not isinstance(record["counters"], str):
             return  # those of a run that was permitted stay
-    _write(folder / f"{step.name}.json", record | {"counters": counters})
+    _write(path, record | {"counters": counters})
 
 
 def _gpu_folder() -> Path:
@@ -184,4 +192,4 @@ def _write(path: Path, record: dict) -> None:
 def _print_bank_conflicts(places: list[dict]) -> None:
     problem = f"{COUNTED.shape.seq_q} queries and {COUNTED.shape.seq_k} keys"
     print(f"\nShared memory, counted by the SIMT runtime on {problem}:\n")
-    print(summary.bank_conflicts(places), flush=True)
+    print(terminal.bank_conflicts(places), flush=True)

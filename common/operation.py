@@ -9,6 +9,7 @@ from functools import cached_property
 from .problem import HEADLINE, Problem
 
 SIZES = ("batch", "heads", "kv_heads", "seq_q", "seq_k")  # in the order of enum Size of launch.h
+# "v04"; the name of a variant goes on: "v04_no_padding".
 STEP_NAME = re.compile(r"(?P<letter>[a-z])(?P<number>\d\d)")
 
 _QUERIES = ("batch", "heads", "seq_q", "head_dim")

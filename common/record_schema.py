@@ -1,12 +1,12 @@
 """What every record holds as far as tables, text and plots rely on it.
 
-The modules of common/bench/ say what the keys mean. A form is
-a type, a tuple of types, a predicate, a dict of forms by key, a list with the form of its items, or
-AnyOf several.
+The modules of common/bench/ say what the keys mean. A form is a type, a tuple of types, a
+predicate, a dict of forms by key, a list with the form of its items, or AnyOf several.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -24,22 +24,36 @@ class AnyOf(tuple):
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, NUMBER) and value > 0
+    return isinstance(value, NUMBER) and 0 < value < math.inf
 
 
 def _some(form: object) -> Callable[[object], bool]:
     """At least one key or item, each of that form."""
-    return lambda value: bool(value) and problem(value, form) is None
+    return lambda value: bool(value) and find_error(value, form) is None
 
 
 def _clocks(value: object) -> bool:
     """By warpgroup and event numbers that grow from tile to tile: more tiles than are shown."""
-    if problem(value, _CLOCKS):
+    if find_error(value, _CLOCKS):
         return False
     lists = [times for events in value.values() for times in events.values()]
     grow = all(earlier < later for times in lists for earlier, later in pairwise(times))
     tiles = {len(times) for times in lists}
     return grow and len(tiles) == 1 and min(tiles) > TIMELINE_TILES
+
+
+def _compiled(value: object) -> bool:
+    """Resources and, where they were collected, instructions of the same kernels."""
+    if find_error(value, _COMPILED):
+        return False
+    return isinstance(value["sass"], str) or value["sass"].keys() == value["resources"].keys()
+
+
+def _latency_cell(value: object) -> bool:
+    """The same calls were timed on the device and on the host."""
+    if find_error(value, _LATENCY_CELL):
+        return False
+    return value["device_us"].keys() == value["host_us"].keys()
 
 
 _MAYBE = (*NUMBER, type(None))
@@ -72,6 +86,12 @@ _KERNEL = dict.fromkeys(
     NUMBER,
 )
 _KERNELS = {EACH: _KERNEL}
+_COMPILED = {
+    "toolkit": str,
+    "arch": str,
+    "resources": _KERNELS,
+    "sass": AnyOf([str, {EACH: {EACH: int}}]),
+}
 _SHAPE = {
     **dict.fromkeys(("batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim"), _positive),
     "dtype": str,
@@ -96,19 +116,10 @@ RECORD = {
     "peers": {"flash_attention_3": _PEER, EACH: _PEER},
     "counters": AnyOf([str, {EACH: {EACH: _MAYBE}}]),
 }
+EXPERIMENT_RECORD = {**RECORD, "baseline": {**_SOURCE, **_OUTCOME}}
 STATIC_RECORD = {
     **_SOURCE,
-    "compiled": AnyOf(
-        [
-            str,
-            {
-                "toolkit": str,
-                "arch": str,
-                "resources": _KERNELS,
-                "sass": AnyOf([str, {EACH: {EACH: int}}]),
-            },
-        ]
-    ),
+    "compiled": AnyOf([str, _compiled]),
     "shape": _SHAPE,
     "banks": [
         {"operation": str, "code": str, "accesses": _positive, "ideal": int, "wavefronts": int}
@@ -133,12 +144,15 @@ TIMELINE_RECORD = {
         EACH: _OUTPUTS,
     },
 }
-CELL = {
+_CELL = {
     "name": str,
     "run": str,
     "environment": _ENVIRONMENT,
     **dict.fromkeys(("batch", "heads", "kv_heads", "seq", "head_dim"), _positive),
     "causal": bool,
+}
+CELL = {
+    **_CELL,
     "tflops": {EACH: AnyOf([_positive, {"missing": str}])},
     "samples_ms": _some({EACH: [_positive]}),
 }
@@ -150,42 +164,31 @@ GRID_RECORD = {
     "cells": _some([CELL]),
 }
 _SAMPLES = _some({EACH: _some([_positive])})
+_LATENCY_CELL = {**_CELL, "device_us": _SAMPLES, "host_us": _SAMPLES, "missing": {EACH: str}}
 LATENCY_RECORD = {
     "device": str,
     "dtype": str,
-    "sources": _some({EACH: _CODE}),
+    "sources": lambda value: find_error(value, {EACH: _CODE}) is None and len(value) == 1,
     "host": {EACH: str},
-    "cells": _some(
-        [
-            {
-                "name": str,
-                "run": str,
-                "environment": _ENVIRONMENT,
-                **dict.fromkeys(("batch", "heads", "kv_heads", "seq", "head_dim"), _positive),
-                "causal": bool,
-                "device_us": _SAMPLES,
-                "host_us": _SAMPLES,
-                "missing": {EACH: str},
-            }
-        ]
-    ),
+    "cells": _some([_latency_cell]),
 }
 
 
-def problem(value: object, form: object, where: str = "the record") -> str | None:
-    """What is wrong with the value, the first thing only, or None."""
+def find_error(value: object, form: object, where: str = "the record") -> str | None:
+    """The first error of a value that should have this form, or None."""
     if isinstance(form, AnyOf):
-        fits = any(problem(value, alternative) is None for alternative in form)
+        fits = any(find_error(value, alternative) is None for alternative in form)
     elif isinstance(form, dict):
         if not isinstance(value, dict):
-            return f"{where} is {value!r}, not an object"
-        for key in form.keys() - value.keys() - {EACH}:
-            return f"{where} has no {key}"
+            return f"{where} is {value!r:.40}, not an object"
+        for key in form:
+            if key is not EACH and key not in value:
+                return f"{where} has no {key}"
         items = ((key, form.get(key, form.get(EACH))) for key in value)
-        found = (problem(value[key], f, f"{where}: {key}") for key, f in items if f is not None)
-        return next((problem for problem in found if problem), None)
+        errors = (find_error(value[key], f, f"{where}: {key}") for key, f in items if f is not None)
+        return next((error for error in errors if error), None)
     elif isinstance(form, list):
-        fits = isinstance(value, list) and all(problem(item, form[0]) is None for item in value)
+        fits = isinstance(value, list) and all(find_error(item, form[0]) is None for item in value)
     elif isinstance(form, (type, tuple)):
         fits = isinstance(value, form)
     else:

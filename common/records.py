@@ -1,9 +1,10 @@
 """Records: what was measured on a GPU, in profiles/<gpu>/, and what is known without one.
 
-The modules of common/bench/ write them: vNN.json is a step's (headline.py); grid.json is of many
-shapes (grid.py), and grid_previous.json its run before, if that was of the same sources;
-timelines/vNN.json has the clocks of a pipeline (timeline.py); latency.json is what small calls cost
-(latency.py); static/vNN.json is what is known without a GPU (static_analysis.py).
+The modules of common/bench/ write them: vNN.json is a step's (headline.py), and
+experiments/vNN_what.json that of a variant; grid.json is of many shapes (grid.py), and
+grid_previous.json the run before, if that was of the same sources; timelines/vNN.json has the
+clocks of a pipeline (timeline.py); latency.json is what small calls cost (latency.py);
+profiles/static/vNN.json is what is known without a GPU (static_analysis.py).
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import re
 import sys
 from pathlib import Path
 
-from .record_schema import GRID_RECORD, LATENCY_RECORD, RECORD, problem
+from .errors import UsageError
+from .operation import STEP_NAME
+from .record_schema import find_error
 from .source import ROOT, python_sha256
 from .step import Step
 
 SCHEMA = 2
 PROFILES_DIR = ROOT / "profiles"
 STATIC = "static"  # the folder in profiles/ that is not a GPU's
+HEADLINE_GPU = "h200"  # the folder whose records README.md and worklog.md show
 # In the folder of a GPU.
-GRID = "grid.json"
-GRID_PREVIOUS = "grid_previous.json"
-LATENCY = "latency.json"
+GRID_FILE = "grid.json"
+GRID_PREVIOUS_FILE = "grid_previous.json"
+LATENCY_FILE = "latency.json"
 
 # What a repeated call of attention() runs on the host.
 _HOST_FILES = (
@@ -73,35 +77,47 @@ def write_record(path: Path, record: dict) -> None:
     write_atomically(path, text + "\n")
 
 
-def read_records(folder: Path, form: dict = RECORD) -> dict[str, dict]:
-    """The records of steps in a folder by file stem; an unreadable one is left out."""
-    records = {path.stem: _read(path, form) for path in sorted(folder.glob("v[0-9][0-9]*.json"))}
-    return {name: record for name, record in records.items() if record is not None}
+def read_records(folder: Path, form: dict) -> dict[str, dict]:
+    """The records of steps or their variants in a folder, by file stem.
+
+    Raises UsageError where one is malformed.
+    """
+    paths = [path for path in sorted(folder.glob("*.json")) if STEP_NAME.match(path.stem)]
+    return {path.stem: _read(path, form) for path in paths}
 
 
-def read_grid(folder: Path, name: str = GRID) -> dict | None:
-    """A record of the grid in a folder; None where there is none or it is unreadable."""
-    path = folder / name
-    return _read(path, GRID_RECORD) if path.exists() else None
+def read_record(path: Path, form: dict) -> dict | None:
+    """The record in a file, or None without one. Raises UsageError where it is malformed."""
+    return _read(path, form) if path.exists() else None
 
 
-def read_latency(folder: Path) -> dict | None:
-    """The record of small calls in a folder; None where there is none or it is unreadable."""
-    path = folder / LATENCY
-    return _read(path, LATENCY_RECORD) if path.exists() else None
+def read_replaced(path: Path, form: dict) -> dict | None:
+    """The record that a new one is about to replace; one that is malformed is named on stderr.
+
+    So that measuring again repairs a malformed record.
+    """
+    try:
+        return read_record(path, form)
+    except UsageError as error:
+        print(f"warning: {error}", file=sys.stderr)
+        return None
 
 
-def _read(path: Path, form: dict) -> dict | None:
-    """The record in a file; an unreadable one is named on stderr."""
+def _read(path: Path, form: dict) -> dict:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        error = failure.strerror
+    except (ValueError, RecursionError) as failure:
+        error = str(failure)
+    else:
         if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-            raise ValueError(f"not a record of schema {SCHEMA}")
-        if wrong := problem(record, form):
-            raise ValueError(wrong)
-        if record.get("step", path.stem) != path.stem:
-            raise ValueError(f"it is a record of {record['step']}")
-    except (OSError, ValueError) as error:
-        print(f"warning: skipped the unreadable record {path}: {error}", file=sys.stderr)
-        return None
+            error = f"not a record of schema {SCHEMA}"
+        elif record.get("step", path.stem) != path.stem:
+            error = f"it is a record of {record['step']}"
+        else:
+            error = find_error(record, form)
+    if error:
+        shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        raise UsageError(f"malformed record {shown}: {error}; restore it or measure again")
     return record

@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import product
 
-from common.bench.static_analysis import headline_arch
 from common.catalog import all_steps
+from common.metrics import spill_bytes
 from common.problem import COUNTED, Specialization
-from common.report.record_set import spill_bytes
-from common.report.tables import markdown
-from common.runtime.build import build_cubin, parse_resources
+from common.runtime.build import build_cubin, headline_arch, parse_resources
 from common.step import Step
+from common.text import markdown
 
 HEAD_DIMS = (64, 128, 256)
 # The steps that have local memory, and where: a thread of v03 keeps a query row of O, 256 floats in

@@ -30,14 +30,15 @@ from verify.cases import Case
 from ..catalog import steps_to_run
 from ..errors import UsageError
 from ..operation import FORWARD
-from ..problem import GRID as GRID_PROBLEMS
+from ..problem import GRID
+from ..record_schema import GRID_RECORD
 from ..records import (
-    GRID,
-    GRID_PREVIOUS,
+    GRID_FILE,
+    GRID_PREVIOUS_FILE,
     PROFILES_DIR,
     SCHEMA,
     gpu_folder,
-    read_grid,
+    read_replaced,
     write_record,
 )
 from ..runtime.gpu import GpuBackend
@@ -56,7 +57,7 @@ CELL_SECONDS = 3.0
 LEAST_ROUNDS, MOST_ROUNDS = 10, 30
 
 
-CELLS = tuple(Case.of(name, problem) for name, problem in GRID_PROBLEMS.items())
+CELLS = tuple(Case.of(name, problem) for name, problem in GRID.items())
 
 
 def grid_steps() -> list[Step]:
@@ -85,8 +86,8 @@ def measure_grid() -> Path:
     record["cells"] = [measure_cell(backend, steps, case) for case in progress]
     folder = PROFILES_DIR / gpu_folder(record["device"])
     keep_previous(folder, record["sources"])
-    write_record(folder / GRID, record)
-    return folder / GRID
+    write_record(folder / GRID_FILE, record)
+    return folder / GRID_FILE
 
 
 def build_all(backend: GpuBackend, steps: Iterable[Step], cases: Iterable[Case]) -> None:
@@ -114,11 +115,11 @@ def measure_ceiling(device: torch.device) -> dict:
 
 def keep_previous(folder: Path, sources: dict) -> None:
     """Renames the record of the run before if it was of these sources; removes any older one."""
-    previous = folder / GRID_PREVIOUS
+    previous = folder / GRID_PREVIOUS_FILE
     previous.unlink(missing_ok=True)
-    record = read_grid(folder)
+    record = read_replaced(folder / GRID_FILE, GRID_RECORD)
     if record and record["sources"] == sources:
-        (folder / GRID).replace(previous)
+        (folder / GRID_FILE).replace(previous)
 
 
 def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict:

@@ -32,7 +32,8 @@ from ..catalog import all_steps, step_before
 from ..errors import UsageError
 from ..operation import Operation
 from ..patch import read_patch
-from ..records import PROFILES_DIR, SCHEMA, gpu_folder, is_stale, read_records, write_record
+from ..record_schema import RECORD
+from ..records import PROFILES_DIR, SCHEMA, gpu_folder, is_stale, read_replaced, write_record
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
 from ..runtime.launch import evaluate
@@ -233,5 +234,5 @@ def _baseline(baseline: Step | None, outcomes: dict[str, dict]) -> dict | None:
 
 
 def _counters_so_far(path: Path, step: Step) -> dict | str:
-    record = read_records(path.parent).get(path.stem)
+    record = read_replaced(path, RECORD)
     return record["counters"] if record and not is_stale(record, step) else NOT_COLLECTED

@@ -28,9 +28,9 @@ from verify.cases import Case
 from .. import attention
 from ..operation import FORWARD
 from ..operator import highest_step
-from ..problem import LATENCY as LATENCY_PROBLEMS
+from ..problem import LATENCY
 from ..records import (
-    LATENCY,
+    LATENCY_FILE,
     PROFILES_DIR,
     SCHEMA,
     gpu_folder,
@@ -51,7 +51,7 @@ SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than the host launches a
 # Calls that the host makes before it waits: fewer than the device's queue has room for.
 BURSTS, CALLS = 10, 20
 
-CELLS = tuple(Case.of(name, problem) for name, problem in LATENCY_PROBLEMS.items())
+CELLS = tuple(Case.of(name, problem) for name, problem in LATENCY.items())
 
 
 def measure_latency() -> Path:
@@ -72,7 +72,7 @@ def measure_latency() -> Path:
         "host": host_hashes(),
         "cells": [measure_cell(backend, step, case) for case in progress],
     }
-    path = PROFILES_DIR / gpu_folder(record["device"]) / LATENCY
+    path = PROFILES_DIR / gpu_folder(record["device"]) / LATENCY_FILE
     write_record(path, record)
     return path
 

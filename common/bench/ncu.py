@@ -15,55 +15,12 @@ import torch
 from verify.cases import Case
 
 from ..errors import UsageError
+from ..metrics import METRICS
 from ..runtime.backend import run
 from ..runtime.build import toolkit_program
 from ..source import ROOT
 from ..step import Step
 from .device_state import NOT_COLLECTED
-
-# What tables and text call a counter: ncu's name of it and the factor to the unit in our name.
-COUNTERS = {
-    "duration_ms": ("gpu__time_duration.sum", 1e-6),
-    "cycles": ("sm__cycles_elapsed.max", 1),
-    "sm_percent": ("sm__throughput.avg.pct_of_peak_sustained_elapsed", 1),
-    "memory_percent": ("gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed", 1),
-    "tensor_percent": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", 1),
-    "xu_percent": ("sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active", 1),
-    "fma_percent": ("sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active", 1),
-    "lsu_percent": ("sm__inst_executed_pipe_lsu.avg.pct_of_peak_sustained_active", 1),
-    "l1_data_percent": ("l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed", 1),
-    "occupancy_percent": ("sm__warps_active.avg.pct_of_peak_sustained_active", 1),
-    "issue_percent": ("smsp__issue_active.avg.pct_of_peak_sustained_active", 1),
-    "dram_read_gb": ("dram__bytes_read.sum", 1e-9),
-    "dram_write_gb": ("dram__bytes_write.sum", 1e-9),
-    "l2_gb": ("lts__t_bytes.sum", 1e-9),
-    "bank_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", 1),
-    "local_loads": ("smsp__inst_executed_op_local_ld.sum", 1),
-    "local_stores": ("smsp__inst_executed_op_local_st.sum", 1),
-}
-STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-STALL_REASONS = (
-    "barrier",
-    "branch_resolving",
-    "dispatch_stall",
-    "drain",
-    "imc_miss",
-    "lg_throttle",
-    "long_scoreboard",
-    "math_pipe_throttle",
-    "membar",
-    "mio_throttle",
-    "no_instruction",
-    "not_selected",
-    "short_scoreboard",
-    "sleeping",
-    "tex_throttle",
-    "wait",
-)
-METRICS = (
-    *(metric for metric, _ in COUNTERS.values()),
-    *(STALL.format(reason) for reason in STALL_REASONS),
-)
 
 NO_PERMISSION = "ERR_NVGPUCTRPERM"  # what ncu says where only administrators may read the counters
 
@@ -108,23 +65,6 @@ def _number(cell: str) -> float | None:
         return float(cell.replace(",", ""))
     except ValueError:  # "n/a": this card does not count it
         return None
-
-
-def readable(counters: dict[str, dict]) -> dict[str, dict[str, float | None]]:
-    """The counters of each kernel under the names and in the units of COUNTERS."""
-    return {
-        kernel: {
-            name: None if values.get(metric) is None else values[metric] * factor
-            for name, (metric, factor) in COUNTERS.items()
-        }
-        for kernel, values in counters.items()
-    }
-
-
-def top_stalls(values: dict[str, float | None], count: int = 2) -> list[tuple[str, float]]:
-    """The commonest reasons why a kernel's warps waited: warps stalled a cycle that issues."""
-    stalls = [(reason, values.get(STALL.format(reason)) or 0.0) for reason in STALL_REASONS]
-    return sorted(stalls, key=lambda stall: -stall[1])[:count]
 
 
 def launch_once(step: Step) -> None:

@@ -15,28 +15,6 @@ from ..errors import UsageError
 from ..runtime.build import toolkit_program
 
 PACKAGE = "nvidia-cuda-nvdisasm"
-# The opcodes that tell the steps apart: tensor cores, of a warp and of a warpgroup; copies between
-# global and shared memory and registers; local memory; multiply-adds; special functions; exchange
-# between lanes; barriers and mbarriers.
-OPCODES = (
-    "HMMA",
-    "HGMMA",
-    "LDSM",
-    "LDGSTS",
-    "UTMALDG",
-    "UTMASTG",
-    "LDG",
-    "LDS",
-    "LD",
-    "STS",
-    "LDL",
-    "STL",
-    "FFMA",
-    "MUFU",
-    "SHFL",
-    "BAR",
-    "SYNCS",
-)
 PADDING = "NOP"
 
 _SECTION = re.compile(r"\s*\.section\s+\.text\.([^,\s]+)")

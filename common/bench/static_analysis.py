@@ -26,21 +26,21 @@ from ..records import (
     SCHEMA,
     STATIC,
     is_stale,
-    read_records,
+    read_replaced,
 )
-from ..runtime.build import build_cubin, cubin_flags, nvcc, parse_resources, toolkit_version
+from ..runtime.build import (
+    build_cubin,
+    cubin_flags,
+    headline_arch,
+    nvcc,
+    parse_resources,
+    toolkit_version,
+)
 from ..runtime.cpu import CpuBackend, SimtError
 from ..source import ROOT
 from ..step import Step
 from .device_state import NOT_COLLECTED
 from .sass import count_instructions
-
-HOPPER = "sm_90"
-
-
-def headline_arch(step: Step) -> str:
-    """What the step is compiled for on the headline GPU."""
-    return step.limits.arch if step.limits.arch.endswith("a") else HOPPER
 
 
 def static_record(step: Step) -> dict:
@@ -114,7 +114,7 @@ def _compiled(step: Step) -> dict | str:
         nvcc()
     except UsageError as reason:
         _warn("registers and instructions", reason)
-        before = read_records(static_path(step).parent, STATIC_RECORD).get(step.name)
+        before = read_replaced(static_path(step), STATIC_RECORD)
         return before["compiled"] if before and not is_stale(before, step) else NOT_COLLECTED
     spec, arch = COUNTED.specialization, headline_arch(step)
     build = build_cubin(step, spec, arch)

@@ -1,6 +1,6 @@
 """Two steps beside each other: the diff of their sources, then what the records say of both.
 
-A figure is called as in the expressions of common/report/expressions.py.
+A metric has the name that it has in the expressions of common/report/expressions.py.
 """
 
 from __future__ import annotations
@@ -8,15 +8,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 
-from ..bench.ncu import STALL, STALL_REASONS
-from ..bench.sass import OPCODES
 from ..catalog import all_steps, find_step
 from ..errors import UsageError
+from ..metrics import OPCODES, STALL, STALL_REASONS, smem_bytes, spill_bytes
 from ..records import STATIC
 from ..step import Step
-from .expressions import NOT_MEASURED
-from .record_set import Profile, figures, smem_bytes, spill_bytes, static_figures
-from .tables import markdown
+from ..text import markdown
+from .derived import derived, static_derived
+from .record_set import NOT_MEASURED, RecordSet
 
 # A number a kernel, the whole step's under ""; None where this card does not count it. A text says
 # why there are none.
@@ -41,11 +40,11 @@ def source_diff(first: Step, second: Step) -> str:
     return "\n".join(difflib.unified_diff(*sources, *names, lineterm=""))
 
 
-def change_table(profile: Profile, first: Step, second: Step) -> str:
-    """A row a figure: of the first step, of the second, and their quotient or difference."""
+def change_table(record_set: RecordSet, first: Step, second: Step) -> str:
+    """A row a metric: of the first step, of the second, and their quotient or difference."""
     names = (first.name, second.name)
-    recorded = [_find(profile.records, profile.stale, name) for name in names]
-    static = [_find(profile.static, profile.static_stale, name) for name in names]
+    recorded = [record_set.measured.current(name) for name in names]
+    static = [record_set.static.current(name) for name in names]
     times = _rows("time", _times, recorded)
     if len({record["run"] for record in recorded if isinstance(record, dict)}) > 1:
         times = [[*row[:3], row[3] and "not measured together"] for row in times]
@@ -64,21 +63,16 @@ def change_table(profile: Profile, first: Step, second: Step) -> str:
         for name, old, new, _ in opcodes
         if name not in OPCODES and all(isinstance(record, dict) for record in static)
     ]
-    return markdown(["Figure", *(f">{name}" for name in names), ">Change"], rows) + (
-        f"\n\nTimes and counters of profiles/{profile.folder.name}, the others of "
+    return markdown(["Metric", *(f">{name}" for name in names), ">Change"], rows) + (
+        f"\n\nTimes and counters of profiles/{record_set.folder.name}, the others of "
         f"profiles/{STATIC}; one number a kernel. Of the opcodes, as they stand in the code, and "
         "of the reasons why warps stall, those that differ."
         + (f" Other opcodes: {', '.join(others)}." if others else "")
     )
 
 
-def _find(records: dict[str, dict], stale: frozenset[str], name: str) -> dict | str:
-    """The record, or why there is none to show."""
-    return "stale" if name in stale else records.get(name, NOT_MEASURED)
-
-
 def _times(record: dict) -> dict[str, Numbers]:
-    gain = figures(record)["gain"]
+    gain = derived(record)["gain"]
     return {
         **{name: {"": record[name]} for name in ("time_ms", "tflops")},
         "gain": {"": gain} if gain else NOT_MEASURED,
@@ -89,7 +83,7 @@ def _resources(record: dict) -> dict[str, Numbers] | str:
     compiled = record["compiled"]
     if isinstance(compiled, str):
         return compiled
-    return _by_figure(
+    return _by_metric(
         {
             name: {
                 "registers": kernel["registers"],
@@ -104,18 +98,18 @@ def _resources(record: dict) -> dict[str, Numbers] | str:
 
 def _instructions(record: dict) -> dict[str, Numbers] | str:
     """Their number, then that of each opcode."""
-    return _by_figure(static_figures(record)["sass"])
+    return _by_metric(static_derived(record)["sass"])
 
 
 def _counters(record: dict) -> dict[str, Numbers] | str:
-    return _by_figure(figures(record)["ncu"])
+    return _by_metric(derived(record)["ncu"])
 
 
 def _stalls(record: dict) -> dict[str, Numbers] | str:
     counters = record["counters"]
     if isinstance(counters, str):
         return counters
-    return _by_figure(
+    return _by_metric(
         {
             name: {
                 f"stalled: {reason}": values.get(STALL.format(reason)) for reason in STALL_REASONS
@@ -125,8 +119,8 @@ def _stalls(record: dict) -> dict[str, Numbers] | str:
     )
 
 
-def _by_figure(kernels: dict[str, dict[str, float | None]] | str) -> dict[str, Numbers] | str:
-    """From numbers by kernel and figure; an opcode that one kernel lacks stands there no times."""
+def _by_metric(kernels: dict[str, dict[str, float | None]] | str) -> dict[str, Numbers] | str:
+    """From numbers by kernel and metric; an opcode that one kernel lacks stands there no times."""
     if isinstance(kernels, str):
         return kernels
     names = dict.fromkeys(name for numbers in kernels.values() for name in numbers)
@@ -136,7 +130,7 @@ def _by_figure(kernels: dict[str, dict[str, float | None]] | str) -> dict[str, N
 def _rows(
     what: str, read: Callable[[dict], dict[str, Numbers] | str], records: Sequence[dict | str]
 ) -> list[list[str]]:
-    """A row a figure that one of the two has, or one row where both have none."""
+    """A row a metric that one of the two has, or one row where both have none."""
     sides = [record if isinstance(record, str) else read(record) for record in records]
     known = [side for side in sides if isinstance(side, dict)]
     if not known:

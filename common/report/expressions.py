@@ -2,17 +2,16 @@
 
     v04.tflops : .1f                     a number of a record, formatted as by Python's format()
     v04.tflops / v02.tflops : .1f        quotients and products, from left to right
-    v04.fa3_share : .0%                  one of record_set.figures
+    v04.fa3_share : .0%                  one of derived.derived
     peers.sdpa_cudnn.time_ms : .3f       of the latest run
     experiments.v04_no_padding.gain : .2f
     grid.d64_causal_4096.v07 : .1f       TFLOP/s of a step or a peer in a cell of the grid
-    v06.sass.attention_forward.HMMA      one of record_set.static_figures
+    v06.sass.attention_forward.HMMA      one of derived.static_derived
     v06.banks.ldmatrix_x4.conflicts
 
-A dotted path walks through the record's JSON and record_set.figures; "sass" and "banks" lead to
-the static record of the step or experiment. What has no record, or one whose source has changed,
-reads "not measured"; a quotient of times that come from different runs reads "not measured
-together".
+A dotted path walks through the record's JSON and the numbers derived from it; "sass" and "banks"
+lead to the static record of the step or experiment. What has no record, or one whose source has
+changed, reads "not measured"; a quotient of times of different runs "not measured together".
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..bench.grid import CELLS
 from ..errors import UsageError
-from .record_set import Profile, figures, static_figures
-
-NOT_MEASURED = "not measured"
-CHANGED = f"{NOT_MEASURED} since the source changed"
+from ..problem import GRID
+from .derived import derived, static_derived
+from .record_set import CHANGED, NOT_MEASURED, RecordSet
 
 _OPERAND = r"[a-z_][\w.]*|\d+(?:\.\d+)?"
 _EXPRESSION = re.compile(
@@ -47,7 +44,7 @@ class _Value:
     run: str | None = None  # of a time
 
 
-def evaluate(expression: str, profile: Profile) -> str:
+def evaluate(expression: str, record_set: RecordSet) -> str:
     """The text of an inline number. Raises UsageError for an expression that means nothing."""
     match = _EXPRESSION.fullmatch(expression)
     if not match:
@@ -59,9 +56,9 @@ def evaluate(expression: str, profile: Profile) -> str:
     except ValueError as error:
         raise UsageError(f"'{expression.strip()}': {error}") from None
     try:
-        value = _operand(match["first"], profile)
+        value = _operand(match["first"], record_set)
         for operator, name in re.findall(rf"([*/])\s*({_OPERAND})", match["rest"]):
-            value = _combine(value, operator, _operand(name, profile))
+            value = _combine(value, operator, _operand(name, record_set))
     except _Unavailable as reason:
         return str(reason)
     try:
@@ -82,39 +79,39 @@ def _combine(left: _Value, operator: str, right: _Value) -> _Value:
     return _Value(number, left.run or right.run)
 
 
-def _operand(text: str, profile: Profile) -> _Value:
+def _operand(text: str, record_set: RecordSet) -> _Value:
     if text[0].isdigit():
         return _Value(float(text))
     name, *keys = text.split(".")
     if name == "grid":
-        return _cell_rate(profile, keys, text)
+        return _cell_rate(record_set, keys, text)
     if name == "peers":
-        return _walk(profile.newest, figures, ["peers", *keys], text)
-    sources, records = profile.steps, profile.records
+        return _walk(record_set.newest, derived, ["peers", *keys], text)
+    sources, recorded, derive = record_set.steps, record_set.measured, derived
     if name == "experiments" and keys:
         name = keys.pop(0)
-        sources, records = profile.patches, profile.experiments
+        sources, recorded = record_set.patches, record_set.experiments
     _require(name, [source.name for source in sources], text)
-    stale, derive = profile.stale, figures
     if keys and keys[0] in _STATIC:
-        records, stale, derive = profile.static, profile.static_stale, static_figures
-    if name in stale:
+        recorded, derive = record_set.static, static_derived
+    if name in recorded.stale:
         raise _Unavailable(CHANGED)
-    return _walk(records.get(name), derive, keys, text)
+    return _walk(recorded.records.get(name), derive, keys, text)
 
 
-def _cell_rate(profile: Profile, keys: list[str], text: str) -> _Value:
+def _cell_rate(record_set: RecordSet, keys: list[str], text: str) -> _Value:
     if len(keys) != 2:
         raise UsageError(f"'{text}' does not read like 'grid.d128_causal_4096.v07'")
     cell_name, name = keys
-    _require(cell_name, [case.name for case in CELLS], text)
-    cells = {cell["name"]: cell for cell in profile.grid["cells"]} if profile.grid else {}
-    if cell_name not in cells:
+    _require(cell_name, list(GRID), text)
+    grid = record_set.grid
+    cells = {cell["name"]: cell for cell in grid.record["cells"]} if grid else {}
+    if grid is None or cell_name not in cells:
         raise _Unavailable(NOT_MEASURED)
     cell = cells[cell_name]
-    if name in profile.grid_stale:
+    if name in grid.stale:
         raise _Unavailable(CHANGED)
-    if name not in cell["tflops"] and name in [step.name for step in profile.steps]:
+    if name not in cell["tflops"] and name in [step.name for step in record_set.steps]:
         raise _Unavailable(NOT_MEASURED)
     _require(name, list(cell["tflops"]), text)
     rate = cell["tflops"][name]

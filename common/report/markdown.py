@@ -1,8 +1,5 @@
 """profiles/ -> tables and numbers of worklog.md and README.md, plots, timelines; and the diagrams.
 
-    python -m common.report.markdown            regenerate what differs
-    python -m common.report.markdown --check    name what differs, exit 1
-
 Generated text stands between HTML comments, which render invisibly:
 
     <!-- table: results -->…<!-- end -->          or memory, peers, grid, latency, counters,
@@ -16,25 +13,33 @@ follow.
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from ..catalog import require_well_formed
-from ..cli import Parser, guarded
 from ..errors import UsageError
-from ..records import STATIC, write_atomically
+from ..records import HEADLINE_GPU, STATIC, write_atomically
 from ..source import ROOT
-from . import plots, tables
-from .diagrams import ampere as figures
+from . import diagrams, tables
 from .expressions import evaluate
-from .record_set import Profile, load_profile
-from .timeline_plot import timeline_figure
+from .plots import render_plots, same_plot
+from .record_set import RecordSet, load_record_set
+from .timeline_plot import draw_timeline
 
-HEADLINE_GPU = "h200"
 REQUIRED_TABLES = {
     "README.md": ("results", "grid"),
     "worklog.md": ("results", "memory", "peers", "counters", "sass", "banks", "grid", "latency"),
 }
+
+TABLES = {
+    "memory": tables.memory,
+    "peers": tables.peers,
+    "grid": tables.grid,
+    "latency": tables.latency,
+    "counters": tables.counters,
+    "sass": tables.sass,
+    "banks": tables.banks,
+}
+STEP_TABLES = {"resources": tables.resources, "experiments": tables.experiments}
 
 _OPENING = r"<!-- (?:table:|=)"
 _MARKER = re.compile(
@@ -47,8 +52,9 @@ _MARKER = re.compile(
 def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
     """Rewrites what differs from the records, or with check only looks; returns the paths.
 
-    Raises UsageError naming each file with a marker missing or wrong; such a file is left as it is,
-    the others are done. Where a step's file is malformed, nothing is: its rows would be lost.
+    Raises UsageError naming a malformed record or step, whose rows would be lost, and then changes
+    nothing; or each file with a marker missing or wrong, which is left as it is while the others
+    are done.
     """
     require_well_formed()
     profiles_dir = root / "profiles"
@@ -56,34 +62,34 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
         profiles_dir / HEADLINE_GPU,
         profiles_dir / STATIC,
     }
-    profile, *others = (
-        load_profile(path, root) for path in (profiles_dir / HEADLINE_GPU, *sorted(folders))
+    headline, *others = (
+        load_record_set(path, root) for path in (profiles_dir / HEADLINE_GPU, *sorted(folders))
     )
-    others = [other for other in others if other.records]
+    others = [other for other in others if other.measured.records]
     contents: dict[Path, str] = {}
-    problems = []
+    errors = []
     for name in REQUIRED_TABLES:
         try:
-            contents[root / name] = render(root / name, profile, others)
+            contents[root / name] = render(root / name, headline, others)
         except UsageError as error:
-            problems.append(str(error))
-    for one in (profile, *others):
-        for name, svg in plots.plots(one).items():
+            errors.append(str(error))
+    for one in (headline, *others):
+        for name, svg in render_plots(one).items():
             contents[one.folder / name] = svg
-        for name, record in one.timelines.items():
-            svg = timeline_figure(record, stale=name in one.timelines_stale)
+        for name, record in one.timelines.records.items():
+            svg = draw_timeline(record, stale=name in one.timelines.stale)
             contents[one.folder / "timelines" / f"{name}.svg"] = svg
-    contents |= {root / "figures" / name: svg for name, svg in figures.figures().items()}
+    contents |= {root / "figures" / name: svg for name, svg in diagrams.figures().items()}
     different = [path for path, content in contents.items() if not _same(path, content)]
     if not check:
         for path in different:
             write_atomically(path, contents[path])
-    if problems:
-        raise UsageError("; ".join(problems))
+    if errors:
+        raise UsageError("; ".join(errors))
     return [path.relative_to(root).as_posix() for path in different]
 
 
-def render(path: Path, profile: Profile, others: list[Profile]) -> str:
+def render(path: Path, record_set: RecordSet, others: list[RecordSet]) -> str:
     """The file's text with every marker filled in. Raises UsageError naming file and marker."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -93,9 +99,9 @@ def render(path: Path, profile: Profile, others: list[Profile]) -> str:
     def fill(marker: re.Match) -> str:
         try:
             if marker["table"] is None:
-                body = evaluate(marker["expression"], profile)
+                body = evaluate(marker["expression"], record_set)
             else:
-                body = f"\n\n{_table(marker['table'], profile, others)}\n\n"
+                body = f"\n\n{_table(marker['table'], record_set, others)}\n\n"
         except UsageError as error:
             raise UsageError(f"{path.name}: marker {marker['open']}: {error}") from None
         return f"{marker['open']}{body}<!-- end -->"
@@ -109,33 +115,35 @@ def render(path: Path, profile: Profile, others: list[Profile]) -> str:
             f"{path.name}: marker {opening[0][:60] if opening else ''} has no <!-- end -->"
         )
     present = {marker["table"] for marker in _MARKER.finditer(text)}
-    for table in _required_tables(path.name, profile):
+    for table in _required_tables(path.name, record_set):
         if table not in present:
             raise UsageError(f"{path.name}: missing marker <!-- table: {table} --> … <!-- end -->")
     return filled
 
 
-def _required_tables(name: str, profile: Profile) -> list[str]:
+def _required_tables(name: str, record_set: RecordSet) -> list[str]:
     """Among them the experiments of every step that has some: what did not work is not left out."""
-    tried = sorted({patch.step.name for patch in profile.patches}) if name == "worklog.md" else []
+    if name != "worklog.md":
+        return list(REQUIRED_TABLES[name])
+    tried = sorted({patch.step.name for patch in record_set.patches})
     return [*REQUIRED_TABLES[name], *(f"experiments {step}" for step in tried)]
 
 
-def _table(name: str, profile: Profile, others: list[Profile]) -> str:
+def _table(name: str, record_set: RecordSet, others: list[RecordSet]) -> str:
     kind, _, argument = name.partition(" ")
     if name == "results":
-        parts = [tables.results(profile)]
+        parts = [tables.results(record_set)]
         parts += [
             f"On the {other.newest['device']}:\n\n{tables.results(other)}" for other in others
         ]
         return "\n\n".join(parts)
-    if name in ("memory", "peers", "grid", "latency", "counters", "sass", "banks"):
-        return getattr(tables, name)(profile)
-    if kind in ("resources", "experiments") and argument in {step.name for step in profile.steps}:
-        return getattr(tables, kind)(profile, argument)
+    if name in TABLES:
+        return TABLES[name](record_set)
+    if kind in STEP_TABLES and argument in {step.name for step in record_set.steps}:
+        return STEP_TABLES[kind](record_set, argument)
     raise UsageError(
-        "there are the tables results, memory, peers, grid, latency, counters, sass, banks, "
-        "resources vNN and experiments vNN"
+        f"there are the tables results, {', '.join(TABLES)} and, with the name of a step, "
+        f"{' and '.join(STEP_TABLES)}"
     )
 
 
@@ -144,24 +152,4 @@ def _same(path: Path, content: str) -> bool:
         old = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
-    return plots.same_plot(old, content) if path.suffix == ".svg" else old == content
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return guarded(lambda: _main(arguments))
-
-
-def _main(arguments: list[str] | None) -> int:
-    parser = Parser(prog="python -m common.report.markdown", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 if something differs"
-    )
-    options = parser.parse_args(arguments)
-    different = regenerate(check=options.check)
-    for name in different:
-        print(f"{name} differs: run make worklog" if options.check else f"wrote {name}")
-    return 1 if options.check and different else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return same_plot(old, content) if path.suffix == ".svg" else old == content

@@ -1,4 +1,4 @@
-"""The plots of a profile as SVG: the same records and matplotlib give the same bytes."""
+"""The plots of a record set as SVG: the same records and matplotlib give the same bytes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ..record_schema import NUMBER
-from .record_set import Profile
+from .diagrams.svg import INK
+from .record_set import Grid, RecordSet
 
-INK, GRID = "#24292f", "#d8dee4"
+RULE = "#d8dee4"  # of the grid behind the data
 STEP_COLOR, PEER_COLOR = "#2f6fb0", "#b6bec8"
 TENSOR_COLOR, FP32_COLOR, EXP_COLOR = "#8250df", "#c4532d", "#2c7a4b"
 LINE_HEIGHT = 1.35  # of a label, as a factor on the roofline's y axis
@@ -53,7 +54,7 @@ class Ceilings:
 # Datasheet of the H200 SXM; its BF16 figure of 1979 TFLOP/s counts sparsity.
 CEILINGS = {"h200": Ceilings(dram_tb_per_s=4.8, fp32_tflops=67, bf16_tensor_tflops=989.5)}
 
-# Of one of Hopper's multiprocessors, a clock.
+# Per SM and clock, on Hopper.
 BF16_TENSOR_FLOP = 4096
 EXPONENTIALS = 16
 
@@ -71,11 +72,14 @@ def serial_tflops(ceilings: Ceilings, head_dim: int) -> float:
     return 1 / (1 / ceilings.bf16_tensor_tflops + 1 / exponential_tflops(ceilings, head_dim))
 
 
-def plots(profile: Profile) -> dict[str, str]:
+def render_plots(record_set: RecordSet) -> dict[str, str]:
     """SVG text by file name; none without a record."""
-    steps = [[name, _label(profile, name), record] for name, record in profile.records.items()]
-    data = {"grid.svg": [sorted(profile.grid_stale), profile.grid]}
-    return {name: _svg(figure, data.get(name, steps)) for name, figure in figures(profile).items()}
+    measured, grid = record_set.measured, record_set.grid
+    steps = [[name, measured.label(name), record] for name, record in measured.records.items()]
+    data: dict[str, object] = {"steps.svg": steps, "roofline.svg": steps}
+    if grid:
+        data["grid.svg"] = [sorted(grid.stale), grid.record]
+    return {name: _svg(plot, data[name]) for name, plot in draw_plots(record_set).items()}
 
 
 def same_plot(old: str, new: str) -> bool:
@@ -95,29 +99,30 @@ def _digest(svg: str) -> str | None:
     return found[1] if found else None
 
 
-def figures(profile: Profile) -> dict[str, Figure]:
-    """The figures by the file name of their SVG; none without a record."""
+def draw_plots(record_set: RecordSet) -> dict[str, Figure]:
+    """The plots by the file name of their SVG; none without a record."""
     drawn = {}
     with matplotlib.rc_context(STYLE):
-        if profile.records:
-            drawn["steps.svg"] = _bars(profile)
-            if ceilings := CEILINGS.get(profile.folder.name):
-                drawn["roofline.svg"] = _roofline(profile, ceilings)
-        if profile.grid:
-            drawn["grid.svg"] = _grid(profile)
+        if record_set.measured.records:
+            drawn["steps.svg"] = _bars(record_set)
+            if ceilings := CEILINGS.get(record_set.folder.name):
+                drawn["roofline.svg"] = _roofline(record_set, ceilings)
+        if record_set.grid:
+            drawn["grid.svg"] = _grid(record_set.grid)
     return drawn
 
 
-def _bars(profile: Profile) -> Figure:
+def _bars(record_set: RecordSet) -> Figure:
     """A bar a step and a peer: TFLOP/s."""
+    measured = record_set.measured
     rows = [
-        (_label(profile, name), record["tflops"], STEP_COLOR)
-        for name, record in profile.records.items()
+        (measured.label(name), record["tflops"], STEP_COLOR)
+        for name, record in measured.records.items()
     ]
     rows += [
         (name, peer["tflops"], PEER_COLOR)
         for name, peer in sorted(
-            profile.newest["peers"].items(), key=lambda item: item[1].get("tflops", 0)
+            record_set.newest["peers"].items(), key=lambda item: item[1].get("tflops", 0)
         )
         if "tflops" in peer
     ]
@@ -131,20 +136,21 @@ def _bars(profile: Profile) -> Figure:
     axes.set_xscale("log")
     axes.set_xlim(min(1, min(rates) / 2), 2 * max(rates))
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.grid(axis="x", color=GRID)
+    axes.grid(axis="x", color=RULE)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("TFLOP/s (log scale), median of interleaved rounds")
-    axes.set_title(f"{profile.newest['device']}: {_work(profile)}")
+    axes.set_title(f"{record_set.newest['device']}: {_work(record_set)}")
     return figure
 
 
-def _roofline(profile: Profile, ceilings: Ceilings) -> Figure:
+def _roofline(record_set: RecordSet, ceilings: Ceilings) -> Figure:
     """Each step at the fewest bytes its design moves through global memory."""
+    measured = record_set.measured
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     low, high = 1.0, 2e4
-    head_dim = profile.newest["shape"]["head_dim"]
+    head_dim = record_set.newest["shape"]["head_dim"]
     tensor, exponentials = ceilings.bf16_tensor_tflops, exponential_tflops(ceilings, head_dim)
     roofs = (
         ("exponentials", exponentials, EXP_COLOR, "-"),
@@ -171,7 +177,7 @@ def _roofline(profile: Profile, ceilings: Ceilings) -> Figure:
     )
     # A label stands left of its point if there is room, else right of it, and else lower.
     lowest: dict[tuple[int, str], float] = {}  # label so far, by place on the x axis and side
-    for name, record in sorted(profile.records.items(), key=lambda item: -item[1]["tflops"]):
+    for name, record in sorted(measured.records.items(), key=lambda item: -item[1]["tflops"]):
         intensity, rate = record["flops"] / record["least_bytes"], record["tflops"]
         place = round(4 * math.log10(intensity))
         label_x = {"right": intensity / 1.14, "left": intensity * 1.14}  # by the text's alignment
@@ -181,35 +187,35 @@ def _roofline(profile: Profile, ceilings: Ceilings) -> Figure:
         side = max(label_y, key=label_y.__getitem__)
         lowest[place, side] = label_y[side]
         axes.plot(intensity, rate, "o", color=STEP_COLOR, markersize=8, markeredgecolor="white")
-        label = f"{_label(profile, name)}  {rate:.3g}"
+        label = f"{measured.label(name)}  {rate:.3g}"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # before roofs and grid
         axes.text(label_x[side], label_y[side], label, ha=side, va="center", bbox=box)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(low, high)
-    axes.set_ylim(min(1, *(record["tflops"] / 2 for record in profile.records.values())), 2 * top)
+    axes.set_ylim(min(1, *(record["tflops"] / 2 for record in measured.records.values())), 2 * top)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
-    axes.grid(color=GRID)
+    axes.grid(color=RULE)
     axes.set_xlabel("FLOP per byte: inputs and outputs once, workspace written once and read once")
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"{profile.newest['device']}, datasheet ceilings: {_work(profile)}")
+    axes.set_title(f"{record_set.newest['device']}, datasheet ceilings: {_work(record_set)}")
     return figure
 
 
-def _grid(profile: Profile) -> Figure:
+def _grid(grid: Grid) -> Figure:
     """A panel a mask and head dimension: TFLOP/s of each step and peer over the length."""
-    cells = profile.grid["cells"]
+    cells = grid.record["cells"]
     columns = list(dict.fromkeys(_heads(cell) for cell in cells))
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     panels = figure.subplots(2, len(columns), sharex=True, sharey=True, squeeze=False)
-    panels[0][0].set_ylim(0, 1.1 * _highest(profile.grid))
+    panels[0][0].set_ylim(0, 1.1 * _highest(grid.record))
     lines: dict[str, Line2D] = {}
     for row, mask in enumerate(("no mask", "causal mask")):
         panels[row][0].set_ylabel(f"TFLOP/s, {mask}")
         for axes, heads in zip(panels[row], columns, strict=True):
             shown = [cell for cell in cells if (cell["causal"], _heads(cell)) == (bool(row), heads)]
-            lines |= _grid_panel(axes, profile, shown)
+            lines |= _grid_panel(axes, grid, shown)
     seqs = sorted({cell["seq"] for cell in cells})
     for axes, heads in zip(panels[0], columns, strict=True):
         axes.set_title(heads)
@@ -219,7 +225,7 @@ def _grid(profile: Profile) -> Figure:
     panels[0][0].set_xlim(seqs[0] / 1.6, 4 * seqs[-1])  # with room for labels
     panels[0][0].set_xticks(seqs, [str(seq) for seq in seqs])
     figure.suptitle(
-        f"{profile.grid['device']}, {profile.grid['dtype']}: steps in blue, medians of interleaved "
+        f"{grid.record['device']}, {grid.record['dtype']}: steps in blue, medians of interleaved "
         "rounds",
         fontsize=11,
     )
@@ -239,11 +245,10 @@ def _highest(grid: dict) -> float:
     return max(rate for rate in rates if isinstance(rate, NUMBER))
 
 
-def _grid_panel(axes: Axes, profile: Profile, cells: list[dict]) -> dict[str, Line2D]:
+def _grid_panel(axes: Axes, grid: Grid, cells: list[dict]) -> dict[str, Line2D]:
     """Draws the cells, which differ in seq; returns what the legend must tell, by label."""
-    grid = profile.grid
-    steps = list(grid["sources"])
-    peers = [name for name in grid["cells"][0]["tflops"] if name not in steps]
+    steps = list(grid.record["sources"])
+    peers = [name for name in grid.record["cells"][0]["tflops"] if name not in steps]
     styles = {
         **{step: (STEP_COLOR, "o", 2.4 if step == steps[-1] else 1.2) for step in steps},
         **{peer: (*style, 1.2) for peer, style in zip(peers, cycle(PEER_LINES))},
@@ -260,12 +265,12 @@ def _grid_panel(axes: Axes, profile: Profile, cells: list[dict]) -> dict[str, Li
             (drawn[name],) = axes.plot(
                 x, y, color=color, marker=marker, linewidth=width, markersize=4
             )
-    _label_ends(axes, {name: drawn[name] for name in steps if name in drawn}, profile.grid_stale)
-    ceiling = grid["ceiling"]
+    _label_ends(axes, {name: drawn[name] for name in steps if name in drawn}, grid.stale)
+    ceiling = grid.record["ceiling"]
     drawn[f"measured ceiling: product of {ceiling['matmul']}"] = axes.axhline(
         ceiling["tflops"], color=INK, linestyle="--", linewidth=1.2
     )
-    axes.grid(color=GRID)
+    axes.grid(color=RULE)
     return {name: line for name, line in drawn.items() if name not in steps}
 
 
@@ -281,12 +286,8 @@ def _label_ends(axes: Axes, lines: dict[str, Line2D], stale: frozenset[str]) -> 
         axes.text(1.2 * x, lowest, label, color=STEP_COLOR, fontsize=8, va="center", bbox=box)
 
 
-def _label(profile: Profile, name: str) -> str:
-    return f"{name} (stale)" if name in profile.stale else name
-
-
-def _work(profile: Profile) -> str:
-    shape = profile.newest["shape"]
+def _work(record_set: RecordSet) -> str:
+    shape = record_set.newest["shape"]
     return (
         f"batch {shape['batch']}, heads {shape['heads']}, N = {shape['seq_q']}, "
         f"D = {shape['head_dim']}, {shape['dtype']}"

@@ -1,4 +1,4 @@
-"""What was recorded on one GPU and without one, beside steps and experiments as they are now."""
+"""A GPU's record set: what was measured on it, and which sources have changed since."""
 
 from __future__ import annotations
 
@@ -6,110 +6,156 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..bench.ncu import readable
-from ..bench.sass import OPCODES
 from ..catalog import all_steps
 from ..errors import UsageError
 from ..patch import Patch, read_patch
-from ..record_schema import NUMBER, STATIC_RECORD, TIMELINE_RECORD
+from ..record_schema import (
+    EXPERIMENT_RECORD,
+    GRID_RECORD,
+    LATENCY_RECORD,
+    RECORD,
+    STATIC_RECORD,
+    TIMELINE_RECORD,
+)
 from ..records import (
-    GRID_PREVIOUS,
+    GRID_FILE,
+    GRID_PREVIOUS_FILE,
+    LATENCY_FILE,
     STATIC,
     host_hashes,
     is_stale,
-    read_grid,
-    read_latency,
+    read_record,
     read_records,
 )
 from ..step import Step, read_step
 
-FA3 = "flash_attention_3"
-BANK_COUNTS = ("accesses", "ideal", "wavefronts")
+NOT_MEASURED = "not measured"
+CHANGED = f"{NOT_MEASURED} since the source changed"
 
 
 @dataclass(frozen=True)
-class Profile:
-    """The records in one folder of profiles/, of steps and of experiments, and the static ones."""
+class Recorded:
+    """Records of one kind by the names of their sources, and the sources changed since."""
+
+    records: dict[str, dict]
+    stale: frozenset[str]
+
+    def current(self, name: str) -> dict | str:
+        """The record of a source, or why there is none to show: "stale" or "not measured"."""
+        return "stale" if name in self.stale else self.records.get(name, NOT_MEASURED)
+
+    def label(self, name: str) -> str:
+        return f"{name} (stale)" if name in self.stale else name
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The record of the grid of shapes, that of the run before, and the steps changed since."""
+
+    record: dict
+    previous: dict | None  # of the same sources
+    stale: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Latency:
+    """The record of small calls, and whether the step or the host's code has changed since."""
+
+    record: dict
+    stale: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSet:
+    """The records in a GPU's folder of profiles/ and the static ones, beside their sources."""
 
     folder: Path
     steps: tuple[Step, ...]
-    patches: tuple[Patch, ...]
-    records: dict[str, dict]
-    experiments: dict[str, dict]
-    stale: frozenset[str]  # steps and experiments whose source has changed since their record
-    grid: dict | None  # the record of many shapes
-    grid_previous: dict | None  # that of the run before, of the same sources
-    grid_stale: frozenset[str]  # steps
-    static: dict[str, dict]  # of steps and experiments, in the order of the worklog
-    static_stale: frozenset[str]
-    timelines: dict[str, dict]  # of steps
-    timelines_stale: frozenset[str]
-    latency: dict | None  # the record of small calls
-    latency_stale: bool
+    patches: tuple[Patch, ...]  # the experiments
+    measured: Recorded  # steps
+    experiments: Recorded
+    static: Recorded  # steps and experiments, in the order of the worklog
+    timelines: Recorded
+    grid: Grid | None
+    latency: Latency | None
 
     @property
     def newest(self) -> dict | None:
         """The step record of the latest run; of several, the highest step's."""
-        by_run = [(record["run"], name) for name, record in self.records.items()]
-        return self.records[max(by_run)[1]] if by_run else None
+        records = self.measured.records
+        by_run = [(record["run"], name) for name, record in records.items()]
+        return records[max(by_run)[1]] if by_run else None
 
 
-def load_profile(folder: Path, root: Path) -> Profile:
-    """The profile in a folder, which need not exist, with the experiments in root."""
+def load_record_set(folder: Path, root: Path) -> RecordSet:
+    """The record set in a folder, which need not exist, with the experiments in root.
+
+    Raises UsageError where a record is malformed.
+    """
     steps = all_steps()
-    patches = tuple(read_patch(path) for path in sorted((root / "experiments").glob("*.patch")))
-    records = {
-        name: _without_changed_baseline(record, steps)
-        for name, record in _of(steps, read_records(folder)).items()
-    }
-    experiments = _of(patches, read_records(folder / "experiments"))
-    timeline_patches = [
-        read_patch(path)
-        for path in sorted((root / "common" / "bench" / "timelines").glob("*.patch"))
-    ]
-    timelines = _of(timeline_patches, read_records(folder / "timelines", TIMELINE_RECORD))
-    grid, previous = read_grid(folder), read_grid(folder, GRID_PREVIOUS)
-    if not (grid and previous and previous["sources"] == grid["sources"]):
-        previous = None
-    latency = read_latency(folder)
-    static = read_records(root / "profiles" / STATIC, STATIC_RECORD)
-    order = [
-        name
-        for step in steps
-        for name in (step.name, *(patch.name for patch in patches if patch.step == step))
-    ]
-    return Profile(
-        folder,
-        steps,
-        patches,
-        records,
-        experiments,
-        _stale(records, steps) | _stale(experiments, patches),
-        grid,
-        previous,
-        _stale(grid["sources"], steps) if grid else frozenset(),
-        {name: static[name] for name in order if name in static},
-        _stale(static, (*steps, *patches)),
-        timelines,
-        _stale(timelines, timeline_patches),
-        latency,
-        bool(latency and (_stale(latency["sources"], steps) or latency["host"] != host_hashes())),
+    patches = _patches(root / "experiments")
+    steps_records = read_records(folder, RECORD)
+    for record in steps_records.values():
+        if not _baseline_is_current(record["baseline"], steps):
+            record["baseline"] = None
+    static = _recorded(
+        read_records(root / "profiles" / STATIC, STATIC_RECORD),
+        [
+            source
+            for step in steps
+            for source in (step, *(patch for patch in patches if patch.step == step))
+        ],
+    )
+    return RecordSet(
+        folder=folder,
+        steps=steps,
+        patches=patches,
+        measured=_recorded(steps_records, steps),
+        experiments=_recorded(read_records(folder / "experiments", EXPERIMENT_RECORD), patches),
+        static=static,
+        timelines=_recorded(
+            read_records(folder / "timelines", TIMELINE_RECORD),
+            _patches(root / "common" / "bench" / "timelines"),
+        ),
+        grid=_load_grid(folder, steps),
+        latency=_load_latency(folder, steps),
     )
 
 
-def _of(sources: Sequence[Step | Patch], records: dict[str, dict]) -> dict[str, dict]:
-    """The records of what there still is."""
-    names = {source.name for source in sources}
-    return {name: record for name, record in records.items() if name in names}
+def _patches(folder: Path) -> tuple[Patch, ...]:
+    return tuple(read_patch(path) for path in sorted(folder.glob("*.patch")))
 
 
-def _without_changed_baseline(record: dict, steps: tuple[Step, ...]) -> dict:
+def _recorded(records: dict[str, dict], sources: Sequence[Step | Patch]) -> Recorded:
+    """The records of the sources, in their order; a record whose source is gone is left out."""
+    kept = {source.name: records[source.name] for source in sources if source.name in records}
+    return Recorded(kept, _stale(kept, sources))
+
+
+def _load_grid(folder: Path, steps: Sequence[Step]) -> Grid | None:
+    record = read_record(folder / GRID_FILE, GRID_RECORD)
+    previous = read_record(folder / GRID_PREVIOUS_FILE, GRID_RECORD)
+    if not record:
+        return None
+    if previous and previous["sources"] != record["sources"]:
+        previous = None
+    return Grid(record, previous, _stale(record["sources"], steps))
+
+
+def _load_latency(folder: Path, steps: Sequence[Step]) -> Latency | None:
+    record = read_record(folder / LATENCY_FILE, LATENCY_RECORD)
+    if not record:
+        return None
+    stale = bool(_stale(record["sources"], steps)) or record["host"] != host_hashes()
+    return Latency(record, stale)
+
+
+def _baseline_is_current(baseline: dict | None, steps: Sequence[Step]) -> bool:
     """A gain over a step that has changed since says nothing."""
-    baseline = record["baseline"]
     now = {step.name: step for step in steps}
-    if baseline and (baseline["step"] not in now or is_stale(baseline, now[baseline["step"]])):
-        return record | {"baseline": None}
-    return record
+    return bool(
+        baseline and baseline["step"] in now and not is_stale(baseline, now[baseline["step"]])
+    )
 
 
 def _stale(records: dict[str, dict], sources: Sequence[Step | Patch]) -> frozenset[str]:
@@ -128,71 +174,3 @@ def _has_changed(record: dict, source: Step | Patch) -> bool:
         return is_stale(record, read_step(source.write()))
     except UsageError:  # the step has changed so much that the patch no longer applies
         return True
-
-
-def figures(record: dict) -> dict:
-    """Numbers that follow from a record. Shares and gains are ratios of times of one run."""
-    kernels = record["resources"].values()
-    baseline, fa3 = record["baseline"], record["peers"].get(FA3, {})
-    return {
-        "gain": baseline and baseline["time_ms"] / record["time_ms"],
-        "fa3_share": fa3["time_ms"] / record["time_ms"] if "time_ms" in fa3 else None,
-        "registers": max(kernel["registers"] for kernel in kernels),
-        "smem_bytes": max(smem_bytes(kernel) for kernel in kernels),
-        "spill_bytes": sum(spill_bytes(kernel) for kernel in kernels),
-        "stack_bytes": max(kernel["stack_bytes"] for kernel in kernels),
-        "error": record["errors"]["o"],
-        "lse_error": record["errors"]["lse"],
-        "torch_error": record["torch_errors"]["o"],
-        "peak_memory_gb": record["peak_memory_bytes"] / 1e9,
-        "least_gb": record["least_bytes"] / 1e9,
-        "flops_per_byte": record["flops"] / record["least_bytes"],
-        "ncu": record["counters"]
-        if isinstance(record["counters"], str)  # "not collected"
-        else readable(record["counters"]),
-        "memory_gb": {
-            str(entry["seq"]): None if entry["bytes"] is None else entry["bytes"] / 1e9
-            for entry in record["memory"]
-        },
-    }
-
-
-def smem_bytes(kernel: dict) -> int:
-    return kernel["static_smem"] + kernel["dynamic_smem"]
-
-
-def spill_bytes(kernel: dict) -> int:
-    return kernel["spill_store_bytes"] + kernel["spill_load_bytes"]
-
-
-def grid_ratios(grid: dict, step: str) -> dict[str, float]:
-    """By cell: the step's rate over that of the fastest peer, where there are both."""
-    ratios = {}
-    for cell in grid["cells"]:
-        rates = {name: rate for name, rate in cell["tflops"].items() if isinstance(rate, NUMBER)}
-        peers = [rate for name, rate in rates.items() if name not in grid["sources"]]
-        if step in rates and peers:
-            ratios[cell["name"]] = rates[step] / max(peers)
-    return ratios
-
-
-def static_figures(record: dict) -> dict:
-    """Numbers that follow from a static record: instructions by kernel, accesses by operation."""
-    compiled = record["compiled"]
-    sass = compiled if isinstance(compiled, str) else compiled["sass"]  # "not collected"
-    banks: dict[str, dict[str, int]] = {}
-    for place in record["banks"]:
-        total = banks.setdefault(place["operation"], dict.fromkeys(BANK_COUNTS, 0))
-        for key in BANK_COUNTS:
-            total[key] += place[key]
-    for total in banks.values():
-        total["conflicts"] = total["wavefronts"] - total["ideal"]
-    return {
-        "sass": sass
-        if isinstance(sass, str)
-        else {
-            kernel: {"instructions": sum(counts.values()), **dict.fromkeys(OPCODES, 0), **counts}
-            for kernel, counts in sass.items()
-        },
-        "banks": banks,
-    }

@@ -1,120 +1,65 @@
-"""The tables of worklog.md and README.md, as Markdown."""
+"""The tables of worklog.md and README.md: rows.py's values as Markdown, and what they ran on."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ..bench.ncu import readable, top_stalls
-from ..bench.sass import OPCODES
-from ..record_schema import NUMBER
-from .expressions import NOT_MEASURED
-from .record_set import (
-    FA3,
-    Profile,
-    figures,
-    grid_ratios,
-    smem_bytes,
-    spill_bytes,
-    static_figures,
-)
+from ..metrics import OPCODES
+from ..text import kib, markdown, megabytes
+from . import rows
+from .derived import grid_ratios
+from .record_set import CHANGED, NOT_MEASURED, RecordSet
+from .rows import Row
 
-GROWS = 3  # memory that more than triples when the sequence doubles holds all scores
+Cell = Callable[[Row], str]  # the text of one column in a row
+Show = Callable[[Any], str]  # the text of one value
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; a column whose name starts with ">" is aligned to the right."""
-    names = [name.removeprefix(">") for name in columns]
-    rules = ["---:" if name.startswith(">") else "---" for name in columns]
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (names, rules, *cells))
-
-
-def results(profile: Profile) -> str:
+def results(record_set: RecordSet) -> str:
     """A row a step, then a row a peer, and below what they ran on."""
-    columns = [
-        "Version",
-        "Change",
-        ">Time (ms)",
-        ">TFLOP/s",
-        ">% of FA3",
-        ">Step gain",
-        ">Registers",
-    ]
-    columns += [">Shared memory", ">Spills", ">Peak memory", ">Max error"]
-    rows = []
-    for step in profile.steps:
-        record = profile.records.get(step.name)
-        name = f"[{step.name}](steps/{step.path.name})"
-        if record is None:
-            rows.append([name, step.title, NOT_MEASURED, *[""] * 8])
-            continue
-        derived = figures(record)
-        kernels = record["resources"].values()
-        rows.append(
-            [
-                name + (" (stale)" if step.name in profile.stale else ""),
-                step.title,
-                f"{record['time_ms']:.4g}",
-                f"{record['tflops']:.4g}",
-                _percent(derived["fa3_share"]),
-                f"{derived['gain']:.2f} ×" if derived["gain"] else "",
-                " / ".join(str(kernel["registers"]) for kernel in kernels),
-                " / ".join(kib(smem_bytes(kernel)) for kernel in kernels),
-                f"{derived['spill_bytes']} B",
-                megabytes(record["peak_memory_bytes"]),
-                f"{derived['error']:.1e}",
-            ]
-        )
-    newest = profile.newest
-    if newest is None:
-        return markdown(columns, rows)
-    fa3_ms = newest["peers"][FA3].get("time_ms")
-    for name, peer in newest["peers"].items():
-        if "missing" in peer:
-            rows.append([name, "missing", *[""] * 9])
-            continue
-        share = fa3_ms / peer["time_ms"] if fa3_ms else None
-        rows.append(
-            [
-                name,
-                peer["route"],
-                f"{peer['time_ms']:.4g}",
-                f"{peer['tflops']:.4g}",
-                _percent(share),
-            ]
-            + [""] * 4
-            + [megabytes(peer["peak_memory_bytes"]), f"{peer['errors']['o']:.1e}"]
-        )
-    return markdown(columns, rows) + "\n\n" + _conditions(profile)
+    columns = {
+        "Version": _linked,
+        "Change": _first(_value("title"), _value("route"), _value("missing", lambda _: "missing")),
+        ">Time (ms)": _first(_MS, _value("status")),
+        ">TFLOP/s": _TFLOPS,
+        ">% of FA3": _value("fa3_share", "{:.1%}".format),
+        ">Step gain": _value("gain", "{:.2f} ×".format),
+        ">Registers": _each("registers", str),
+        ">Shared memory": _each("smem_bytes", kib),
+        ">Spills": _value("spill_bytes", "{} B".format),
+        ">Peak memory": _PEAK_MEMORY,
+        ">Max error": _ERROR,
+    }
+    table = _table(columns, rows.steps(record_set) + rows.peers(record_set))
+    return table if record_set.newest is None else f"{table}\n\n{_conditions(record_set)}"
 
 
-def _conditions(profile: Profile) -> str:
-    record = profile.newest
+def _conditions(record_set: RecordSet) -> str:
+    record = record_set.newest
     assert record is not None
     shape = record["shape"]
+    environment = record["environment"]
     text = (
         f"{record['device']}; batch {shape['batch']}, heads {shape['heads']}, "
         f"sequence {shape['seq_q']}, head_dim {shape['head_dim']}, {shape['dtype']}, not causal; "
         f"median of {len(record['samples_ms'])} interleaved rounds, L2 flushed before each call. "
-    )
-    environment = record["environment"]
-    text += _clocks([environment["before"], environment["after"]])
-    text += (
+        f"{_device_states([environment['before'], environment['after']])} "
         "Registers and shared memory: one number a kernel. "
         "Peak memory: what one call takes beyond q, k and v. Max error: against float64; "
         f"torch in {shape['dtype']} has {record['torch_errors']['o']:.1e}. "
         "Step gain: against the step before, same run."
     )
-    if len({record["run"] for record in profile.records.values()}) > 1:
+    if len({record["run"] for record in record_set.measured.records.values()}) > 1:
         text += " The steps were not all measured in one run; the peers' rows are the latest run's."
     return text
 
 
-def _clocks(states: Sequence[dict | str]) -> str:
+def _device_states(states: Sequence[dict | str]) -> str:
     """The device's states in the order of time; what throttled it in any but the first."""
     if not all(isinstance(state, dict) for state in states):
-        return "Clocks, power and temperature: not collected. "
+        return "Clocks, power and temperature: not collected."
 
     reasons = dict.fromkeys(
         reason for state in states[1:] for reason in state["throttle_reasons"] or ()
@@ -126,138 +71,102 @@ def _clocks(states: Sequence[dict | str]) -> str:
 
     return (
         f"Before and after: SM clock {pair('sm_clock_mhz', 'MHz')}, {pair('power_w', 'W')}, "
-        f"{pair('temperature_c', '°C')}; throttle reasons after: {', '.join(reasons)}. "
+        f"{pair('temperature_c', '°C')}; throttle reasons after: {', '.join(reasons)}."
     )
 
 
-def memory(profile: Profile) -> str:
+def memory(record_set: RecordSet) -> str:
     """Peak memory of each step that holds all scores, and of the latest that does not, over N."""
-    curves = {
-        name: {entry["seq"]: entry["bytes"] for entry in record["memory"]}
-        for name, record in profile.records.items()
-        if name not in profile.stale
-    }
-    materialising = [name for name, curve in curves.items() if _holds_scores(curve)]
-    fused = [name for name in curves if name not in materialising][-1:]
-    if not materialising or not fused:
+    found = rows.memory(record_set)
+    if not found:
         return NOT_MEASURED
-    naive, flash = materialising[0], fused[0]
-    columns = [
-        ">N",
-        *(f">{name}" for name in materialising),
-        f">{flash}",
-        f">Saving {flash} over {naive}",
-    ]
-    rows = [
-        [
-            str(seq),
-            *(megabytes(curves[name].get(seq)) for name in (*materialising, flash)),
-            f"{curves[naive][seq] / curves[flash][seq]:.0f} ×"
-            if curves[naive].get(seq) and curves[flash].get(seq)
-            else "",
-        ]
-        for seq in curves[naive]
-    ]
-    shape = profile.records[flash]["shape"]
+    names = list(found[0]["bytes"])
+    columns = {
+        ">N": _value("seq"),
+        **{f">{name}": _of("bytes", name, megabytes, none="does not fit") for name in names},
+        f">Saving {names[-1]} over {names[0]}": _value("saving", "{:.0f} ×".format),
+    }
+    shape = record_set.measured.records[names[-1]]["shape"]
     return (
-        markdown(columns, rows) + "\n\nMeasured peak of one call beyond q, k and v, "
+        _table(columns, found) + "\n\nMeasured peak of one call beyond q, k and v, "
         f"batch {shape['batch']}, heads {shape['heads']}, "
         f"head_dim {shape['head_dim']}, {shape['dtype']}."
     )
 
 
-def _holds_scores(curve: dict[int, int | None]) -> bool:
-    sizes = [size for size in curve.values() if size is not None]
-    return len(sizes) > 1 and sizes[-1] > GROWS * sizes[-2]
-
-
-def peers(profile: Profile) -> str:
+def peers(record_set: RecordSet) -> str:
     """The peers of the latest run."""
-    columns = [
-        "Peer",
-        "Code",
-        ">Time (ms)",
-        ">p25–p75 (ms)",
-        ">TFLOP/s",
-        ">Peak memory",
-        ">Max error",
-    ]
-    if profile.newest is None:
+    found = rows.peers(record_set)
+    if not found:
         return NOT_MEASURED
-    rows = [
-        [name, f"missing: {peer['missing']}", *[""] * 5]
-        if "missing" in peer
-        else [
-            name,
-            peer["route"],
-            f"{peer['time_ms']:.4g}",
-            f"{peer['time_p25_ms']:.4g}–{peer['time_p75_ms']:.4g}",
-            f"{peer['tflops']:.4g}",
-            megabytes(peer["peak_memory_bytes"]),
-            f"{peer['errors']['o']:.1e}",
-        ]
-        for name, peer in profile.newest["peers"].items()
-    ]
-    return markdown(columns, rows)
+
+    def quartiles(row: Row) -> str:
+        return f"{row['time_p25_ms']:.4g}–{row['time_p75_ms']:.4g}" if "route" in row else ""
+
+    columns = {
+        "Peer": _value("name"),
+        "Code": _first(_value("route"), _value("missing", "missing: {}".format)),
+        ">Time (ms)": _MS,
+        ">p25–p75 (ms)": quartiles,
+        ">TFLOP/s": _TFLOPS,
+        ">Peak memory": _PEAK_MEMORY,
+        ">Max error": _ERROR,
+    }
+    return _table(columns, found)
 
 
-def grid(profile: Profile) -> str:
+def grid(record_set: RecordSet) -> str:
     """A row a shape: the rates, and the last step's over that of the fastest peer."""
-    measured = profile.grid["sources"] if profile.grid else {}
-    steps = [step.name for step in profile.steps if step.name in measured]
-    if not steps:
+    found = rows.grid(record_set)
+    if not found:
         return NOT_MEASURED
-    cells, last = profile.grid["cells"], steps[-1]
-    peers = [name for name in cells[0]["tflops"] if name not in measured]
-    labels = [f"{name} (stale)" if name in profile.grid_stale else name for name in steps]
-    columns = [">head_dim", "Mask", "Batch × heads × N", *(f">{name}" for name in labels + peers)]
-    columns += [f">{labels[-1]} / fastest peer"]
-    ratios = grid_ratios(profile.grid, last)
-    rows = [
-        [
-            str(cell["head_dim"]),
-            "causal" if cell["causal"] else "none",
-            f"{cell['batch']} × {_heads(cell)} × {cell['seq']}",
-            *(_rate(cell["tflops"].get(name)) for name in steps + peers),
-            _ratio(ratios.get(cell["name"])),
-        ]
-        for cell in cells
-    ]
+    measured = record_set.grid
+    assert measured is not None
+    record = measured.record
+    cells = record["cells"]
+    labels = {
+        name: f"{name} (stale)" if name in measured.stale else name for name in found[0]["tflops"]
+    }
+    last = [name for name in labels if name in record["sources"]][-1]
+    columns = {
+        ">head_dim": _value("head_dim"),
+        "Mask": _mask,
+        "Batch × heads × N": lambda row: f"{row['batch']} × {_heads(row)} × {row['seq']}",
+        **{
+            f">{label}": _of("tflops", name, "{:.4g}".format, none="missing")
+            for name, label in labels.items()
+        },
+        f">{labels[last]} / fastest peer": _value("ratio", _bold_from_one),
+    }
     environments = [cell["environment"] for cell in cells]
     states = [environments[0]["before"], *(environment["after"] for environment in environments)]
     rounds = {len(samples) for cell in cells for samples in cell["samples_ms"].values()}
     least, most = min(rounds), max(rounds)
     text = (
-        f"\n\n{labels[-1]} over the fastest peer: {_summary(ratios)}. TFLOP/s on the "
-        f"{profile.grid['device']} in {profile.grid['dtype']}; where the mask is causal, half of "
-        "the operations are counted. "
+        f"\n\n{labels[last]} over the fastest peer: {_summary(grid_ratios(record, last))}. "
+        f"TFLOP/s on the {record['device']} in {record['dtype']}; where the mask is causal, half "
+        "of the operations are counted. "
         f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds a row, L2 "
         "flushed before each call. In bold: no slower than the fastest peer. "
-        f"{_clocks(states).strip()}"
+        f"{_device_states(states)}"
     )
-    if profile.grid_previous:
-        before = _summary(grid_ratios(profile.grid_previous, last))
+    if measured.previous:
+        before = _summary(grid_ratios(measured.previous, last))
         text += f" In the run before, of the same sources: {before}."
-    return markdown(columns, rows) + text
+    return _table(columns, found) + text
 
 
-def _heads(cell: dict) -> str:
-    heads, kv_heads = cell["heads"], cell["kv_heads"]
+def _heads(row: Row) -> str:
+    heads, kv_heads = row["heads"], row["kv_heads"]
     return str(heads) if heads == kv_heads else f"{heads}/{kv_heads}"
 
 
-def _rate(rate: float | dict | None) -> str:
-    return f"{rate:.4g}" if isinstance(rate, NUMBER) else "missing"
-
-
-def _ratio(ratio: float | None) -> str:
-    if ratio is None:
-        return ""
+def _bold_from_one(ratio: float) -> str:
     return f"**{ratio:.3f} ×**" if ratio >= 1 else f"{ratio:.3f} ×"
 
 
 def _summary(ratios: dict[str, float]) -> str:
-    """Of the ratios by cell."""
+    """The ratios by cell in a few words."""
     if not ratios:
         return NOT_MEASURED
     smallest = min(ratios, key=ratios.__getitem__)
@@ -267,227 +176,231 @@ def _summary(ratios: dict[str, float]) -> str:
     )
 
 
-def latency(profile: Profile) -> str:
+def latency(record_set: RecordSet) -> str:
     """A row a shape: what a call takes of the device and of the host, by step and peer."""
-    record = profile.latency
-    if record is None:
-        return NOT_MEASURED
-    if profile.latency_stale:
-        return f"{NOT_MEASURED} since the source changed"
+    found = rows.latency(record_set)
+    if not found:
+        return CHANGED if record_set.latency else NOT_MEASURED
+    assert record_set.latency is not None
+    record = record_set.latency.record
     cells = record["cells"]
     first = cells[0]
     (step,) = record["sources"]
-    keys = ("device_us", "missing")
-    names = list(dict.fromkeys(name for key in keys for cell in cells for name in cell[key]))
-    rows = [
-        [
-            str(cell["seq"]),
-            "causal" if cell["causal"] else "none",
-            *(_device_and_host(cell, name) for name in names),
-        ]
-        for cell in cells
-    ]
+
+    def both(name: str) -> Cell:
+        device = _of("device_us", name, "{:.1f}".format)
+        host = _of("host_us", name, "{:.1f}".format)
+        return lambda row: f"{device(row)} / {host(row)}" if device(row) else "missing"
+
+    columns = {
+        ">N": _value("seq"),
+        "Mask": _mask,
+        **{f">{name}": both(name) for name in found[0]["device_us"]},
+    }
     states = [first["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
-    return markdown([">N", "Mask", *(f">{name}" for name in names)], rows) + (
+    return _table(columns, found) + (
         f"\n\nMicroseconds on the {record['device']}: of the device / of the host. Batch "
         f"{first['batch']}, heads {first['heads']}, head_dim {first['head_dim']}, "
         f"{record['dtype']}. The device: events around the call, of {step} around its launch, "
-        f"median of {len(first['device_us'][step])} interleaved rounds, L2 flushed before each. "
+        f"median of {_samples(first['device_us'])} interleaved rounds, L2 flushed before each. "
         "The host: until the call returns, while the device still computes, median of "
-        f"{len(first['host_us'][step])} calls; for {step} of attention(), for the sdpa with the "
-        f"choice of their backend. {_clocks(states).strip()}"
+        f"{_samples(first['host_us'])} calls; for {step} of attention(), for the sdpa with the "
+        f"choice of their backend. {_device_states(states)}"
     )
 
 
-def _device_and_host(cell: dict, name: str) -> str:
-    if name not in cell["device_us"]:
-        return "missing"
-    device, host = (statistics.median(cell[key][name]) for key in ("device_us", "host_us"))
-    return f"{device:.1f} / {host:.1f}"
+def _samples(by_name: dict[str, list[float]]) -> int:
+    return len(next(iter(by_name.values())))
 
 
-def resources(profile: Profile, step: str) -> str:
+def resources(record_set: RecordSet, step: str) -> str:
     """A row a kernel of the step: what the compiler gave it."""
-    record = profile.records.get(step)
-    if record is None or step in profile.stale:
-        return NOT_MEASURED
-    columns = [
-        "Kernel",
-        ">Registers",
-        ">Static shared",
-        ">Dynamic shared",
-        ">Stack",
-        ">Spill stores",
-        ">Spill loads",
-    ]
-    rows = [
-        [
-            f"`{name}`",
-            str(kernel["registers"]),
-            kib(kernel["static_smem"]),
-            kib(kernel["dynamic_smem"]),
-            *(
-                f"{kernel[key]} B"
-                for key in ("stack_bytes", "spill_store_bytes", "spill_load_bytes")
-            ),
-        ]
-        for name, kernel in record["resources"].items()
-    ]
-    return markdown(columns, rows)
+    columns = {
+        "Kernel": _value("kernel", _code),
+        ">Registers": _value("registers"),
+        ">Static shared": _value("static_smem", kib),
+        ">Dynamic shared": _value("dynamic_smem", kib),
+        ">Stack": _value("stack_bytes", "{} B".format),
+        ">Spill stores": _value("spill_store_bytes", "{} B".format),
+        ">Spill loads": _value("spill_load_bytes", "{} B".format),
+    }
+    found = rows.resources(record_set, step)
+    return _table(columns, found) if found else NOT_MEASURED
 
 
-def counters(profile: Profile) -> str:
+def counters(record_set: RecordSet) -> str:
     """A row a kernel of each step: what Nsight Compute counted."""
-    columns = ["Kernel", ">Duration (ms)", ">Cycles", ">SM %", ">Memory %", ">Tensor %", ">XU %"]
-    columns += [">FMA %", ">LSU %", ">L1 data %", ">Occupancy %", ">Issue %", ">DRAM read (GB)"]
-    columns += [
-        ">DRAM written (GB)",
-        ">L2 (GB)",
-        ">Bank conflicts",
-        ">Local loads",
-        ">Local stores",
-    ]
-    columns += ["Top stalls"]
 
-    def cell(value: float | None, form: str) -> str:
-        return "n/a" if value is None else format(value, form)
+    def percent(title: str, name: str) -> tuple[str, Cell]:
+        return f">{title} %", _value(f"{name}_percent", "{:.0f}".format, none="n/a")
 
-    percents = ["sm", "memory", "tensor", "xu", "fma", "lsu", "l1_data", "occupancy", "issue"]
-    numbers = [
-        "dram_read_gb",
-        "dram_write_gb",
-        "l2_gb",
-        "bank_conflicts",
-        "local_loads",
-        "local_stores",
-    ]
-    rows = []
-    for step, record in profile.records.items():
-        collected = record["counters"]
-        if isinstance(collected, str) or step in profile.stale:
-            reason = collected if isinstance(collected, str) else "stale"
-            rows.append([step, reason, *[""] * (len(columns) - 2)])
-            continue
-        for kernel, c in readable(collected).items():
-            rows.append(
-                [
-                    f"{step} `{kernel}`",
-                    cell(c["duration_ms"], ".4g"),
-                    cell(c["cycles"], ".3g"),
-                    *(cell(c[f"{name}_percent"], ".0f") for name in percents),
-                    *(cell(c[name], ".3g") for name in numbers),
-                    ", ".join(f"{why} {n:.1f}" for why, n in top_stalls(collected[kernel])),
-                ]
-            )
-    return markdown(columns, rows) if rows else NOT_MEASURED
+    def number(title: str, name: str, form: str = "{:.3g}") -> tuple[str, Cell]:
+        return f">{title}", _value(name, form.format, none="n/a")
+
+    columns = {
+        "Kernel": _kernel,
+        **dict(
+            [
+                number("Duration (ms)", "duration_ms", "{:.4g}"),
+                number("Cycles", "cycles"),
+                percent("SM", "sm"),
+                percent("Memory", "memory"),
+                percent("Tensor", "tensor"),
+                percent("XU", "xu"),
+                percent("FMA", "fma"),
+                percent("LSU", "lsu"),
+                percent("L1 data", "l1_data"),
+                percent("Occupancy", "occupancy"),
+                percent("Issue", "issue"),
+                number("DRAM read (GB)", "dram_read_gb"),
+                number("DRAM written (GB)", "dram_write_gb"),
+                number("L2 (GB)", "l2_gb"),
+                number("Bank conflicts", "bank_conflicts"),
+                number("Local loads", "local_loads"),
+                number("Local stores", "local_stores"),
+            ]
+        ),
+        "Top stalls": lambda row: ", ".join(f"{why} {n:.1f}" for why, n in row.get("stalls", ())),
+    }
+    found = rows.counters(record_set)
+    return _table(_status_in(">Duration (ms)", columns), found) if found else NOT_MEASURED
 
 
-def sass(profile: Profile) -> str:
+def sass(record_set: RecordSet) -> str:
     """A row a kernel of each step: what the compiler gave it, and instructions in its code."""
-    columns = ["Kernel", ">Registers", ">Stack", ">Spills", ">Instructions"]
-    columns += [f">{opcode}" for opcode in OPCODES]
-    rows, compilers = [], set()
-    for step in profile.steps:
-        if step.name not in profile.static:
-            continue
-        record = profile.static[step.name]
-        compiled = record["compiled"]
-        if isinstance(compiled, str) or step.name in profile.static_stale:
-            reason = compiled if isinstance(compiled, str) else "stale"
-            rows.append([step.name, reason, *[""] * (len(columns) - 2)])
-            continue
-        compilers.add(f"{compiled['arch']} by nvcc {compiled['toolkit']}")
-        counts = static_figures(record)["sass"]
-        for name, kernel in compiled["resources"].items():
-            rows.append(
-                [
-                    f"{step.name} `{name}`",
-                    str(kernel["registers"]),
-                    f"{kernel['stack_bytes']} B",
-                    f"{spill_bytes(kernel)} B",
-                    *_instructions(counts if isinstance(counts, str) else counts[name]),
-                ]
-            )
+    columns = {
+        "Kernel": _kernel,
+        ">Registers": _value("registers"),
+        ">Stack": _value("stack_bytes", "{} B".format),
+        ">Spills": _value("spill_bytes", "{} B".format),
+        ">Instructions": _instructions,
+        **{f">{opcode}": _opcode(opcode) for opcode in OPCODES},
+    }
+    found = rows.sass(record_set)
+    if not found:
+        return NOT_MEASURED
+    table = _table(_status_in(">Registers", columns), found)
+    compilers = sorted({row["compiler"] for row in found if "compiler" in row})
     if not compilers:
-        return markdown(columns, rows) if rows else NOT_MEASURED
-    shape = next(iter(profile.static.values()))["shape"]
-    return markdown(columns, rows) + (
+        return table
+    shape = next(iter(record_set.static.records.values()))["shape"]
+    return table + (
         "\n\nInstructions are counted as they stand in the code, however often they are executed. "
-        f"Compiled for {', '.join(sorted(compilers))}: head_dim {shape['head_dim']}, "
+        f"Compiled for {', '.join(compilers)}: head_dim {shape['head_dim']}, "
         f"{shape['dtype']}, not causal."
     )
 
 
-def _instructions(counts: dict[str, int] | str) -> list[str]:
-    if isinstance(counts, str):
-        return [counts, *[""] * len(OPCODES)]
-    return [str(counts[name]) for name in ("instructions", *OPCODES)]
+def _instructions(row: Row) -> str:
+    """Their number, or why they are not counted."""
+    counts = row.get("instructions", "")
+    return counts if isinstance(counts, str) else str(counts["instructions"])
 
 
-def banks(profile: Profile) -> str:
+def _opcode(opcode: str) -> Cell:
+    def cell(row: Row) -> str:
+        counts = row.get("instructions", "")
+        return "" if isinstance(counts, str) else str(counts[opcode])
+
+    return cell
+
+
+def banks(record_set: RecordSet) -> str:
     """A row a place where a step or an experiment accesses shared memory: wavefronts, conflicts."""
-    columns = ["Step", "Access", ">Wavefronts an access, least → counted", ">Bank conflicts"]
-    rows = []
-    for name, record in profile.static.items():
-        if name in profile.static_stale:
-            rows.append([name, "stale", "", ""])
-            continue
-        places = record["banks"]
-        operations = [place["operation"] for place in places]
-        for place in places:
-            operation, accesses = place["operation"], place["accesses"]
-            access = place["code"] if operations.count(operation) > 1 else operation
-            rows.append(
-                [
-                    name,
-                    f"`{access}`",
-                    f"{place['ideal'] / accesses:.3g} → {place['wavefronts'] / accesses:.3g}",
-                    str(place["wavefronts"] - place["ideal"]),
-                ]
-            )
-    if not rows:
+
+    def per_access(row: Row) -> str:
+        if "access" not in row:
+            return ""
+        least, counted = (row[key] / row["accesses"] for key in ("ideal", "wavefronts"))
+        return f"{least:.3g} → {counted:.3g}"
+
+    columns = {
+        "Step": _value("name"),
+        "Access": _first(_value("access", _code), _value("status")),
+        ">Wavefronts an access, least → counted": per_access,
+        ">Bank conflicts": _value("conflicts"),
+    }
+    found = rows.banks(record_set)
+    if not found:
         return NOT_MEASURED
-    shape = next(iter(profile.static.values()))["shape"]
-    return markdown(columns, rows) + (
+    shape = next(iter(record_set.static.records.values()))["shape"]
+    return _table(columns, found) + (
         "\n\nCounted by the SIMT runtime where a wrapper accesses shared memory: batch "
         f"{shape['batch']}, heads {shape['heads']}, {shape['seq_q']} queries, {shape['seq_k']} "
         f"keys, head_dim {shape['head_dim']}, {shape['dtype']}, not causal."
     )
 
 
-def experiments(profile: Profile, step: str) -> str:
+def experiments(record_set: RecordSet, step: str) -> str:
     """A row an experiment: tried, predicted, measured against the step in the same run."""
-    columns = ["Experiment", "Tried", "Predicted", ">Step (ms)", ">Experiment (ms)", ">Gain"]
-    columns += [">Registers", ">Stack"]
-    rows = []
-    for patch in profile.patches:
-        if patch.step.name != step:
-            continue
-        row = [
-            f"[{patch.name}](experiments/{patch.name}.patch)",
-            patch.header.get("tries", ""),
-            patch.header.get("predicts", ""),
-        ]
-        record = profile.experiments.get(patch.name)
-        if record is None or patch.name in profile.stale:
-            reason = NOT_MEASURED if record is None else f"{NOT_MEASURED} since the source changed"
-            rows.append([*row, "", reason, "", "", ""])
-        else:
-            derived, baseline_ms = figures(record), record["baseline"]["time_ms"]
-            row += [f"{baseline_ms:.4g}", f"{record['time_ms']:.4g}", f"{derived['gain']:.2f} ×"]
-            rows.append([*row, str(derived["registers"]), f"{derived['stack_bytes']} B"])
-    return markdown(columns, rows) if rows else "No experiments."
+    columns = {
+        "Experiment": _linked,
+        "Tried": _value("tries"),
+        "Predicted": _value("predicts"),
+        ">Step (ms)": _value("baseline_ms", "{:.4g}".format),
+        ">Experiment (ms)": _first(_MS, _value("status")),
+        ">Gain": _value("gain", "{:.2f} ×".format),
+        ">Registers": _value("registers"),
+        ">Stack": _value("stack_bytes", "{} B".format),
+    }
+    found = rows.experiments(record_set, step)
+    return _table(columns, found) if found else "No experiments."
 
 
-def kib(size: int) -> str:
-    return f"{size / 1024:.4g} KiB" if size >= 1024 else f"{size} B"
+def _table(columns: dict[str, Cell], found: Sequence[Row]) -> str:
+    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in found])
 
 
-def megabytes(size: int | None) -> str:
-    if size is None:
-        return "does not fit"
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+def _value(key: str, show: Show = str, none: str = "") -> Cell:
+    """Shows row[key]; nothing where the row lacks it, `none` where it is None."""
+
+    def cell(row: Row) -> str:
+        if key not in row:
+            return ""
+        return none if row[key] is None else show(row[key])
+
+    return cell
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
+def _of(key: str, name: str, show: Show, none: str = "") -> Cell:
+    """Shows row[key][name], `none` where it is None."""
+    return lambda row: none if row[key][name] is None else show(row[key][name])
+
+
+def _each(key: str, show: Show) -> Cell:
+    """Shows the values of a list."""
+    return lambda row: " / ".join(show(value) for value in row.get(key, ()))
+
+
+def _first(*cells: Cell) -> Cell:
+    """The first that shows something."""
+    return lambda row: next((text for cell in cells if (text := cell(row))), "")
+
+
+def _status_in(title: str, columns: dict[str, Cell]) -> dict[str, Cell]:
+    """The columns, where that of this title shows the status of a row without numbers."""
+    return columns | {title: _first(columns[title], _value("status"))}
+
+
+def _linked(row: Row) -> str:
+    """The name, linked to its source where it has one."""
+    name = f"[{row['name']}]({row['path']})" if "path" in row else row["name"]
+    return f"{name} (stale)" if row.get("stale") else name
+
+
+def _kernel(row: Row) -> str:
+    return f"{row['step']} {_code(row['kernel'])}" if "kernel" in row else row["step"]
+
+
+def _mask(row: Row) -> str:
+    return "causal" if row["causal"] else "none"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+_MS = _value("time_ms", "{:.4g}".format)
+_TFLOPS = _value("tflops", "{:.4g}".format)
+_PEAK_MEMORY = _value("peak_memory_bytes", megabytes)
+_ERROR = _value("error", "{:.1e}".format)

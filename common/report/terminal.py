@@ -1,17 +1,17 @@
-"""The figures of one step for a terminal."""
+"""What is known of one step, for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..bench.sass import OPCODES
-from .record_set import FA3, figures, smem_bytes, spill_bytes, static_figures
-from .tables import kib, markdown, megabytes
+from ..metrics import OPCODES, smem_bytes, spill_bytes
+from ..text import kib, markdown, megabytes
+from .derived import FA3, derived, static_derived
 
 
 def measured(record: dict) -> str:
     """What was measured, a line each."""
-    derived = figures(record)
+    numbers = derived(record)
     fa3 = record["peers"][FA3]
     lines = [
         ("time", f"{record['time_ms']:.4g} ms"),
@@ -20,18 +20,18 @@ def measured(record: dict) -> str:
         (
             "of FA3",
             f"FlashAttention-3 is missing: {fa3['missing']}"
-            if derived["fa3_share"] is None
-            else f"{derived['fa3_share']:.1%}",
+            if numbers["fa3_share"] is None
+            else f"{numbers['fa3_share']:.1%}",
         ),
         ("peak memory", f"{megabytes(record['peak_memory_bytes'])} beyond q, k and v"),
         (
             "max error",
-            f"{derived['error']:.1e}; torch in {record['shape']['dtype']}: "
-            f"{derived['torch_error']:.1e}",
+            f"{numbers['error']:.1e}; torch in {record['shape']['dtype']}: "
+            f"{numbers['torch_error']:.1e}",
         ),
     ]
     if baseline := record["baseline"]:
-        lines.append(("step gain", f"{derived['gain']:.2f} x over {baseline['step']}"))
+        lines.append(("step gain", f"{numbers['gain']:.2f} x over {baseline['step']}"))
     lines += [(name, _resources(kernel)) for name, kernel in record["resources"].items()]
     return _labelled(lines)
 
@@ -41,7 +41,7 @@ def compiled(record: dict) -> str:
     made = record["compiled"]
     if isinstance(made, str):
         return _labelled([("compiled", made)])
-    counts = static_figures(record)["sass"]
+    counts = static_derived(record)["sass"]
     lines = [("compiled", f"for {made['arch']} by nvcc {made['toolkit']}")]
     for name, kernel in made["resources"].items():
         lines.append((name, _resources(kernel)))

@@ -17,7 +17,7 @@ K_COLOR, SOFTMAX_COLOR, V_COLOR, OUTPUT_COLOR = TINTS
 Interval = tuple[int, int]  # clocks
 
 
-def timeline_figure(record: dict, *, stale: bool) -> str:
+def draw_timeline(record: dict, *, stale: bool) -> str:
     """SVG text: the producer, then a group of rows a consumer."""
     producer = record["clocks"]["producer"]
     consumers = {who: clocks for who, clocks in record["clocks"].items() if who != "producer"}

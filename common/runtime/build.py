@@ -20,6 +20,8 @@ from ..problem import Specialization
 from ..source import BUILD_DIR, DEVICE_DIR, included_headers
 from ..step import Step
 
+HOPPER = "sm_90"
+
 
 @dataclass(frozen=True)
 class Build:
@@ -199,6 +201,11 @@ def cubin_flags(spec: Specialization, arch: str) -> list[str]:
         "-Xptxas=-v",
         *spec.defines,
     ]
+
+
+def headline_arch(step: Step) -> str:
+    """What the step is compiled for on the headline GPU."""
+    return step.limits.arch if step.limits.arch.endswith("a") else HOPPER
 
 
 def build_cubin(step: Step, spec: Specialization, arch: str) -> Build:

@@ -1,4 +1,4 @@
-"""Made-up records for the tests. Their numbers must never get into profiles/."""
+"""Fake records for the tests. Their numbers must never get into profiles/."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ def test_options_of_check():
         (["bench", "GRID=1"], "-m common bench --grid"),
         (["bench", "LATENCY=1"], "-m common bench --latency"),
         (["compare", "N=8", "M=9"], "-m common compare 8 9"),
-        (["worklog"], "-m common.report.markdown"),
-        (["worklog", "CHECK=1"], "-m common.report.markdown --check"),
+        (["worklog"], "-m common worklog"),
+        (["worklog", "CHECK=1"], "-m common worklog --check"),
         (["test"], "-m pytest"),
     ],
 )
@@ -169,7 +169,7 @@ def test_comparison_ends_with_its_table(capsys):
     assert main(["compare", "8", "9"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("--- a/steps/v08_wgmma.cu\n+++ b/steps/v09_warp_specialized.cu\n@@")
-    assert "\n\n| Figure | v08 | v09 | Change |\n" in printed
+    assert "\n\n| Metric | v08 | v09 | Change |\n" in printed
 
 
 def test_whoever_reads_the_output_may_stop():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from common.bench.ncu import METRICS
 from common.catalog import all_steps
 from common.errors import UsageError
+from common.metrics import METRICS
 from common.records import write_record
 from common.report.compare import change_table, find_two, source_diff
-from common.report.record_set import Profile, load_profile
+from common.report.record_set import RecordSet, load_record_set
 from verify.tests.fake_records import fake_record, fake_static_record
 
 V01, V02, V03 = all_steps()[:3]
@@ -24,8 +24,8 @@ def counted(kernel: str = "attention_forward", **changes: float) -> dict:
 
 
 @pytest.fixture
-def profile(tmp_path):
-    """Loads the profile of a project whose records of v01 and v02 are changed as told."""
+def record_set(tmp_path):
+    """Loads the record set of a project whose records of v01 and v02 are changed as told."""
 
     def load(records: tuple[dict, dict] = ({}, {}), static: tuple[dict, dict] = ({}, {})):
         first = fake_record(V01, time_ms=40.0) | {
@@ -48,21 +48,21 @@ def profile(tmp_path):
             strict=True,
         ):
             write_record(tmp_path / f"profiles/static/{record['step']}.json", record | change)
-        return load_profile(tmp_path / "profiles/h200", tmp_path)
+        return load_record_set(tmp_path / "profiles/h200", tmp_path)
 
     return load
 
 
-def rows(profile: Profile, first=V01, second=V02) -> dict[str, list[str]]:
+def rows(record_set: RecordSet, first=V01, second=V02) -> dict[str, list[str]]:
     """The table's cells by the first of each row."""
-    lines = change_table(profile, first, second).splitlines()
+    lines = change_table(record_set, first, second).splitlines()
     cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line[:1] == "|"]
-    assert cells[0] == ["Figure", first.name, second.name, "Change"]
+    assert cells[0] == ["Metric", first.name, second.name, "Change"]
     return {name: rest for name, *rest in cells[2:]}
 
 
-def test_every_figure_has_both_values_and_the_change(profile):
-    table = rows(profile())
+def test_every_metric_has_both_values_and_the_change(record_set):
+    table = rows(record_set())
     assert table["time_ms"] == ["40", "20", "0.50 ×"]
     assert table["tflops"] == ["13.74", "27.49", "2.00 ×"]
     assert table["gain"] == ["not measured", "2", ""]
@@ -78,52 +78,52 @@ def test_every_figure_has_both_values_and_the_change(profile):
     assert table["stalled: wait"] == ["1", "0", "0.00 ×"]
 
 
-def test_equal_opcodes_and_stalls_are_left_out(profile):
-    assert not {"HMMA", "LDL", "stalled: barrier"} & rows(profile()).keys()
-    text = change_table(profile(), V01, V02)
+def test_equal_opcodes_and_stalls_are_left_out(record_set):
+    assert not {"HMMA", "LDL", "stalled: barrier"} & rows(record_set()).keys()
+    text = change_table(record_set(), V01, V02)
     assert text.endswith("Other opcodes: FADD 8 → 9, BRA 0 → 2.")
 
 
-def test_the_other_way_round(profile):
-    table = rows(profile(), V02, V01)
+def test_the_other_way_round(record_set):
+    table = rows(record_set(), V02, V01)
     assert table["time_ms"] == ["20", "40", "2.00 ×"]
     assert table["MUFU"] == ["7", "0", "-7"]
     assert table["stalled: wait"] == ["0", "1", "+1"]
 
 
-def test_times_of_two_runs_are_not_compared(profile):
-    table = rows(profile(records=({"run": "2000-01-02 b"}, {})))
+def test_times_of_two_runs_are_not_compared(record_set):
+    table = rows(record_set(records=({"run": "2000-01-02 b"}, {})))
     assert table["time_ms"] == ["40", "20", "not measured together"]
     assert table["gain"] == ["not measured", "2", ""]  # its baseline is of its own run
     assert table["cycles"] == ["2e+06", "1e+06", "0.50 ×"]
 
 
-def test_stale_records_are_called_stale(profile):
+def test_stale_records_are_called_stale(record_set):
     changed = {"code_sha256": "0" * 64}
-    table = rows(profile(records=({}, changed), static=(changed, {})))
+    table = rows(record_set(records=({}, changed), static=(changed, {})))
     assert table["time_ms"] == ["40", "stale", ""]
     assert table["cycles"] == ["2e+06", "stale", ""]
     assert table["registers"] == ["stale", "99", ""]
     assert table["HMMA"] == ["stale", "128", ""]
-    both = rows(profile(records=(changed, changed), static=(changed, changed)))
+    both = rows(record_set(records=(changed, changed), static=(changed, changed)))
     groups = ("time", "resources", "instructions", "counters")
     assert both == {group: ["stale", "stale", ""] for group in groups}
 
 
-def test_missing_records_are_not_measured(profile, tmp_path):
-    table = rows(profile(), V02, V03)
+def test_missing_records_are_not_measured(record_set, tmp_path):
+    table = rows(record_set(), V02, V03)
     assert table["time_ms"] == ["20", "not measured", ""]
     assert table["registers"] == ["99", "not measured", ""]
     assert table["tensor_percent"] == ["40.5", "not measured", ""]
-    nothing = rows(load_profile(tmp_path / "none", tmp_path / "none"))
+    nothing = rows(load_record_set(tmp_path / "none", tmp_path / "none"))
     assert nothing["time"] == ["not measured", "not measured", ""]
 
 
-def test_what_was_not_collected_says_so(profile):
+def test_what_was_not_collected_says_so(record_set):
     compiled = fake_static_record(V02)["compiled"] | {"sass": "not collected"}
     uncounted = counted(**{TENSOR: None})
     table = rows(
-        profile(
+        record_set(
             records=({"counters": "not collected"}, {"counters": uncounted}),
             static=({"compiled": "not collected"}, {"compiled": compiled}),
         )
@@ -134,12 +134,12 @@ def test_what_was_not_collected_says_so(profile):
     assert table["instructions"] == ["not collected", "not collected", ""]
 
 
-def test_one_number_a_kernel(profile):
+def test_one_number_a_kernel(record_set):
     one = counted(**{CYCLES: 4.0})["attention_forward"]
     two = {"counters": {"attention_scores": one, "attention_output": one}}
-    table = rows(profile(records=(two, {})))
+    table = rows(record_set(records=(two, {})))
     assert table["cycles"] == ["4 / 4", "1e+06", ""]  # of different kernels
-    table = rows(profile(records=(two, two)))
+    table = rows(record_set(records=(two, two)))
     assert table["cycles"] == ["4 / 4", "4 / 4", "= / ="]
 
 

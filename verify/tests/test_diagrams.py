@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from common.report.diagrams.ampere import figures
+from common.report.diagrams import figures
 from common.report.diagrams.fragments import (
     CHUNKS,
     a_fragment,

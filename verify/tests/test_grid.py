@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,11 @@ from common.catalog import all_steps
 from common.errors import UsageError
 from common.operation import FORWARD
 from common.problem import GRID, HIDDEN, TOKENS, Specialization
-from common.record_schema import CELL, problem
-from common.records import read_grid, write_record
+from common.record_schema import CELL, GRID_RECORD, find_error
+from common.records import read_record, write_record
 from common.report import plots, tables
 from common.report.expressions import evaluate
-from common.report.record_set import Profile, load_profile
+from common.report.record_set import RecordSet, load_record_set
 from common.runtime.gpu import GpuBackend
 from verify.cases import BF16, Case, Shape, find_cases
 from verify.reference import attention_reference
@@ -32,18 +33,18 @@ TINY = Case("tiny", Shape(1, 2, 2, 96, 96, 64), BF16, causal=True)
 
 
 @pytest.fixture
-def profile(tmp_path):
-    """Loads the profile of a project whose grid has v01 and v02, changed as told.
+def record_set(tmp_path):
+    """Loads the record set of a project whose grid has v01 and v02, changed as told.
 
     previous is the record of the run before.
     """
 
-    def load(previous: dict | None = None, **changes) -> Profile:
+    def load(previous: dict | None = None, **changes) -> RecordSet:
         folder = tmp_path / "profiles" / "h200"
         write_record(folder / "grid.json", fake_grid(V01, V02) | changes)
         if previous:
             write_record(folder / "grid_previous.json", previous)
-        return load_profile(folder, tmp_path)
+        return load_record_set(folder, tmp_path)
 
     return load
 
@@ -110,7 +111,7 @@ def without_a_gpu(monkeypatch):
 
 def test_measured_cell(without_a_gpu):
     cell = grid.measure_cell(TorchBackend(), [V02, V03], TINY)
-    assert problem(cell, CELL) is None
+    assert find_error(cell, CELL) is None
     rate = 2 * 2 * 96**2 * 64 / 2e9
     assert cell["tflops"] == {
         "v02": pytest.approx(rate),
@@ -183,16 +184,20 @@ def test_ceiling(monkeypatch):
     assert products == [(64, 64)]
 
 
+def read_grid(path: Path) -> dict | None:
+    return read_record(path, GRID_RECORD)
+
+
 @pytest.fixture
 def measured_grid(monkeypatch, tmp_path):
     """Writes a record of fake cells in tmp_path; returns its path."""
-    made_up = fake_grid(*grid.grid_steps())
+    fake = fake_grid(*grid.grid_steps())
     monkeypatch.setattr(grid, "GpuBackend", lambda: SimpleNamespace(device="cuda"))
     monkeypatch.setattr(grid, "build_all", lambda *_: None)
-    monkeypatch.setattr(grid, "measure_ceiling", lambda device: made_up["ceiling"])
+    monkeypatch.setattr(grid, "measure_ceiling", lambda device: fake["ceiling"])
     monkeypatch.setattr(grid, "versions", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(
-        grid, "measure_cell", lambda backend, steps, case: made_up["cells"][0] | {"name": case.name}
+        grid, "measure_cell", lambda backend, steps, case: fake["cells"][0] | {"name": case.name}
     )
     monkeypatch.setattr(grid, "PROFILES_DIR", tmp_path)
     return grid.measure_grid
@@ -201,7 +206,7 @@ def measured_grid(monkeypatch, tmp_path):
 def test_record_of_the_grid(measured_grid, tmp_path):
     path = measured_grid()
     assert path == tmp_path / "h200" / "grid.json"
-    record = read_grid(path.parent)
+    record = read_grid(path)
     assert list(record["sources"]) == [step.name for step in all_steps()][3:]
     assert [cell["name"] for cell in record["cells"]] == [case.name for case in grid.CELLS]
     assert record["ceiling"]["tflops"] == 800.0
@@ -211,27 +216,27 @@ def test_record_of_the_grid(measured_grid, tmp_path):
 def test_a_run_before_of_the_same_sources_is_kept(measured_grid):
     path = measured_grid()
     previous = path.with_name("grid_previous.json")
-    write_record(path, read_grid(path.parent) | {"driver": "first"})
+    write_record(path, read_grid(path) | {"driver": "first"})
     measured_grid()
-    assert read_grid(path.parent, previous.name)["driver"] == "first"
-    assert "driver" not in read_grid(path.parent)
+    assert read_grid(previous)["driver"] == "first"
+    assert "driver" not in read_grid(path)
     measured_grid()
-    assert "driver" not in read_grid(path.parent, previous.name)  # of three, the last two
+    assert "driver" not in read_grid(previous)  # of three, the last two
 
 
 def test_a_run_before_of_other_sources_is_overwritten(measured_grid):
     path = measured_grid()
     measured_grid()
-    record = read_grid(path.parent)
+    record = read_grid(path)
     record["sources"]["v09"]["code_sha256"] = "0" * 64
     write_record(path, record)
     measured_grid()
     assert [file.name for file in path.parent.iterdir()] == ["grid.json"]
-    assert read_grid(path.parent)["sources"] != record["sources"]
+    assert read_grid(path)["sources"] != record["sources"]
 
 
-def test_table(profile):
-    text = tables.grid(profile())
+def test_table(record_set):
+    text = tables.grid(record_set())
     assert text.splitlines()[:4] == [
         "| head_dim | Mask | Batch × heads × N | v01 | v02 | sdpa_math | sdpa_flash | sdpa_cudnn | "
         "v02 / fastest peer |",
@@ -259,69 +264,69 @@ def ratios(text: str) -> list[str]:
     return [line.split("|")[-2].strip() for line in text.splitlines()[2:] if line[:1] == "|"]
 
 
-def test_ratio_to_the_fastest_peer(profile):
+def test_ratio_to_the_fastest_peer(record_set):
     cells = cells_with({"v02": 640.0}, {"v02": 810.0})
-    text = tables.grid(profile(cells=cells))
+    text = tables.grid(record_set(cells=cells))
     assert ratios(text) == ["**1.000 ×**", "**1.266 ×**"]
     told = (
         "v02 over the fastest peer: geometric mean of 2 rows 1.125 ×, smallest 1.000 × (d64_4096)"
     )
     assert f"\n\n{told}. TFLOP/s on" in text
     # Never bold below 1, and no ratio without a peer or without the step.
-    assert ratios(tables.grid(profile(cells=cells_with({"v02": 639.9}, {})))) == [
+    assert ratios(tables.grid(record_set(cells=cells_with({"v02": 639.9}, {})))) == [
         "1.000 ×",
         "0.312 ×",
     ]
     gone = {"missing": "too long"}
     cells = cells_with({"v02": gone}, {"sdpa_flash": gone, "sdpa_cudnn": gone})
-    text = tables.grid(profile(cells=cells))
+    text = tables.grid(record_set(cells=cells))
     assert ratios(text) == ["", ""]
     assert "v02 over the fastest peer: not measured." in text
 
 
-def test_run_before_is_told_below_the_table(profile):
+def test_run_before_is_told_below_the_table(record_set):
     previous = fake_grid(V01, V02)
     previous["cells"] = cells_with({"v02": 320.0}, {"v02": 1280.0})
-    text = tables.grid(profile(previous))
+    text = tables.grid(record_set(previous))
     assert ratios(text) == ["0.312 ×", "0.312 ×"]  # the newer one's
     assert (
         "In the run before, of the same sources: geometric mean of 2 rows 1.000 ×, "
         "smallest 0.500 × (d64_4096)."
     ) in text
     previous["sources"]["v02"]["code_sha256"] = "0" * 64
-    assert "In the run before" not in tables.grid(profile(previous))
+    assert "In the run before" not in tables.grid(record_set(previous))
 
 
-def test_shared_heads_and_rounds_are_told(profile):
+def test_shared_heads_and_rounds_are_told(record_set):
     cells = fake_grid(V01, V02)["cells"]
     cells[0] |= {"heads": 64, "kv_heads": 8}
     cells[1]["samples_ms"] = {"v01": [1.0] * 10}
-    text = tables.grid(profile(cells=cells))
+    text = tables.grid(record_set(cells=cells))
     assert "| 64 | none | 4 × 64/8 × 4096 |" in text
     assert "Median of 3 to 10 interleaved rounds" in text
 
 
-def test_table_tells_what_throttled_any_cell(profile):
+def test_table_tells_what_throttled_any_cell(record_set):
     cells = fake_grid(V01)["cells"]
     slow = cells[0]["environment"]["after"] | {"throttle_reasons": ["software power cap"]}
     cells[0]["environment"] = cells[0]["environment"] | {"after": slow}
-    assert "throttle reasons after: software power cap." in tables.grid(profile(cells=cells))
+    assert "throttle reasons after: software power cap." in tables.grid(record_set(cells=cells))
 
 
-def test_changed_step_is_called_stale(profile):
+def test_changed_step_is_called_stale(record_set):
     sources = fake_grid(V01, V02)["sources"]
     sources["v02"]["code_sha256"] = "0" * 64
-    changed = profile(sources=sources)
+    changed = record_set(sources=sources)
     assert "| v01 | v02 (stale) | sdpa_math |" in tables.grid(changed)
     assert evaluate("grid.d64_4096.v02", changed) == "not measured since the source changed"
     assert evaluate("grid.d64_4096.v01", changed) == "100.0"
 
 
 def test_without_a_record(tmp_path):
-    nothing = load_profile(tmp_path, tmp_path)
+    nothing = load_record_set(tmp_path, tmp_path)
     assert tables.grid(nothing) == "not measured"
     assert evaluate("grid.d64_4096.v01", nothing) == "not measured"
-    assert plots.plots(nothing) == {}
+    assert plots.render_plots(nothing) == {}
 
 
 @pytest.mark.parametrize(
@@ -336,25 +341,25 @@ def test_without_a_record(tmp_path):
         ("grid.gqa_16384.v02", "not measured"),
     ],
 )
-def test_expression(profile, expression, text):
-    assert evaluate(expression, profile()) == text
+def test_expression(record_set, expression, text):
+    assert evaluate(expression, record_set()) == text
 
 
 @pytest.mark.parametrize(
     "expression",
     ["grid", "grid.d64_4096", "grid.d64.v01", "grid.d64_4096.v99", "grid.d64_4096.v01.time_ms"],
 )
-def test_expression_that_means_nothing(profile, expression):
+def test_expression_that_means_nothing(record_set, expression):
     with pytest.raises(UsageError):
-        evaluate(expression, profile())
+        evaluate(expression, record_set())
 
 
 @pytest.fixture
-def whole_grid(profile):
-    """A profile of every cell: two steps close together, one far below, and a ceiling."""
-    made_up = fake_grid(V01, V02, V03)
+def whole_grid(record_set):
+    """A record set of every cell: two steps close together, one far below, and a ceiling."""
+    fake = fake_grid(V01, V02, V03)
     cells = [
-        made_up["cells"][0]
+        fake["cells"][0]
         | {
             "name": case.name,
             "heads": case.shape.heads,
@@ -366,12 +371,12 @@ def whole_grid(profile):
         }
         for case in grid.CELLS
     ]
-    return profile(sources=made_up["sources"], cells=cells)
+    return record_set(sources=fake["sources"], cells=cells)
 
 
 def test_plot(whole_grid):
     """Two masks by three head dimensions and the shared heads, each with its lines and labels."""
-    figure = plots.figures(whole_grid)["grid.svg"]
+    figure = plots.draw_plots(whole_grid)["grid.svg"]
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     assert len(figure.axes) == 8
@@ -391,20 +396,23 @@ def test_plot(whole_grid):
 
 
 def test_plot_follows_from_its_record(whole_grid):
-    svg = plots.plots(whole_grid)["grid.svg"]
-    assert plots.plots(whole_grid)["grid.svg"] == svg
-    grid_with = whole_grid.grid | {"ceiling": whole_grid.grid["ceiling"] | {"tflops": 801.0}}
-    changed = plots.plots(replace(whole_grid, grid=grid_with))["grid.svg"]
+    def plot(**changes) -> str:
+        changed = replace(whole_grid, grid=replace(whole_grid.grid, **changes))
+        return plots.render_plots(changed)["grid.svg"]
+
+    svg = plot()
+    assert plot() == svg
+    record = whole_grid.grid.record
+    changed = plot(record=record | {"ceiling": record["ceiling"] | {"tflops": 801.0}})
     other = re.sub(r"Matplotlib v[\d.]+", "Matplotlib v0.1", changed)
     assert not plots.same_plot(svg, changed)
     assert not plots.same_plot(svg, other)
-    stale = plots.plots(replace(whole_grid, grid_stale=frozenset({"v02"})))["grid.svg"]
-    assert "v02 (stale)" in stale
+    assert "v02 (stale)" in plot(stale=frozenset({"v02"}))
 
 
-def test_plot_leaves_out_what_is_missing(profile):
+def test_plot_leaves_out_what_is_missing(record_set):
     cells = cells_with({"v01": {"missing": "too wide"}}, {})
-    figure = plots.figures(profile(cells=cells))["grid.svg"]
+    figure = plots.draw_plots(record_set(cells=cells))["grid.svg"]
     assert [text.get_text() for text in figure.axes[0].texts] == ["v02"]
     assert [text.get_text() for text in figure.axes[1].texts] == ["v02", "v01"]
     assert "sdpa_math" not in [text.get_text() for text in figure.legends[0].get_texts()]
@@ -415,7 +423,7 @@ def test_plot_leaves_out_what_is_missing(profile):
 def test_tiny_cell_on_a_gpu(kv_heads):
     case = replace(TINY, shape=replace(TINY.shape, kv_heads=kv_heads))
     cell = grid.measure_cell(GpuBackend(), grid.grid_steps(), case)
-    assert problem(cell, CELL) is None
+    assert find_error(cell, CELL) is None
     assert isinstance(cell["tflops"]["v07"], float)
     assert isinstance(cell["tflops"]["sdpa_flash"], float)
     assert "sdpa_math" not in cell["tflops"]

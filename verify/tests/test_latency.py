@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -12,10 +13,10 @@ from common.bench import latency, trial
 from common.bench.peers import Peer
 from common.catalog import all_steps
 from common.operator import highest_step
-from common.record_schema import LATENCY_RECORD, problem
-from common.records import read_latency, write_record
+from common.record_schema import LATENCY_RECORD, find_error
+from common.records import read_record, write_record
 from common.report import tables
-from common.report.record_set import Profile, load_profile
+from common.report.record_set import RecordSet, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from verify.cases import BF16, Case, Shape
@@ -27,13 +28,13 @@ TINY = Case("tiny", Shape(1, 2, 2, 33, 33, 64), BF16, causal=True)
 
 
 @pytest.fixture
-def profile(tmp_path):
-    """Loads the profile of a project with a record of small calls, changed as told."""
+def record_set(tmp_path):
+    """Loads the record set of a project with a record of small calls, changed as told."""
 
-    def load(**changes) -> Profile:
+    def load(**changes) -> RecordSet:
         folder = tmp_path / "profiles" / "h200"
         write_record(folder / "latency.json", fake_latency(NEWEST) | changes)
-        return load_profile(folder, tmp_path)
+        return load_record_set(folder, tmp_path)
 
     return load
 
@@ -64,7 +65,7 @@ def test_measured_cell(without_a_gpu):
     without_a_gpu(error=0.0)
     cell = latency.measure_cell(CpuBackend(), NEWEST, TINY)
     record = fake_latency(NEWEST) | {"cells": [cell]}
-    assert problem(record, LATENCY_RECORD) is None
+    assert find_error(record, LATENCY_RECORD) is None
     assert cell["device_us"] == {name: [2.0] * 100 for name in (NEWEST.name, "sdpa_flash")}
     assert {name: len(times) for name, times in cell["host_us"].items()} == {
         NEWEST.name: 2,
@@ -88,8 +89,8 @@ def test_the_warm_up_does_not_count(monkeypatch):
     assert min(times) > 0
 
 
-def test_table(profile):
-    text = tables.latency(profile())
+def test_table(record_set):
+    text = tables.latency(record_set())
     assert text.splitlines()[:4] == [
         f"| N | Mask | {NEWEST.name} | sdpa_flash | flash_attention_3 |",
         "| ---: | --- | ---: | ---: | ---: |",
@@ -110,31 +111,42 @@ def test_table(profile):
         {"sources": {NEWEST.name: {"code_sha256": "0"}}},
     ],
 )
-def test_what_has_changed_since_is_not_shown(profile, changes):
-    assert tables.latency(profile(**changes)) == "not measured since the source changed"
+def test_what_has_changed_since_is_not_shown(record_set, changes):
+    assert tables.latency(record_set(**changes)) == "not measured since the source changed"
 
 
 def test_without_a_record(tmp_path):
-    assert tables.latency(load_profile(tmp_path, tmp_path)) == "not measured"
+    assert tables.latency(load_record_set(tmp_path, tmp_path)) == "not measured"
 
 
-def test_an_unreadable_record_is_left_out(profile, capsys):
-    record = profile(cells=[fake_latency(NEWEST)["cells"][0] | {"host_us": {}}])
-    assert record.latency is None
-    assert "latency.json: the record: cells cannot be" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"sources": {}}, "sources cannot be {}"),
+        ({"sources": {name: {"code_sha256": "0"} for name in "ab"}}, "sources cannot be {'a': "),
+        ({"host_us": {}}, "cells cannot be"),
+        ({"host_us": {NEWEST.name: [1.0]}}, "cells cannot be"),  # the peer's are gone
+        ({"device_us": {NEWEST.name: [], "sdpa_flash": [1.0]}}, "cells cannot be"),
+    ],
+)
+def test_malformed_record_is_named_with_what_is_wrong(record_set, change, told):
+    if not change.keys() & {"sources"}:
+        change = {"cells": [fake_latency(NEWEST)["cells"][0] | change]}
+    with pytest.raises(UsageError, match=re.escape(f"latency.json: the record: {told}")):
+        record_set(**change)
 
 
 def test_record(monkeypatch, tmp_path):
-    made_up = fake_latency(NEWEST)
+    fake = fake_latency(NEWEST)
     monkeypatch.setattr(latency, "GpuBackend", CpuBackend)
     monkeypatch.setattr(latency, "versions", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(latency, "highest_step", lambda *_: NEWEST)
-    monkeypatch.setattr(latency, "measure_cell", lambda *_: made_up["cells"][0])
+    monkeypatch.setattr(latency, "measure_cell", lambda *_: fake["cells"][0])
     monkeypatch.setattr(latency, "PROFILES_DIR", tmp_path)
     path = latency.measure_latency()
     assert path == tmp_path / "h200" / "latency.json"
-    record = read_latency(path.parent)
-    assert record["sources"] == made_up["sources"]
+    record = read_record(path, LATENCY_RECORD)
+    assert record["sources"] == fake["sources"]
     assert len(record["cells"]) == len(latency.CELLS)
 
 
@@ -143,6 +155,6 @@ def test_tiny_cell_on_a_gpu():
     backend = GpuBackend()
     step = highest_step(backend, *TINY.make(backend.device), TINY.causal)
     cell = latency.measure_cell(backend, step, TINY)
-    assert problem(fake_latency(step) | {"cells": [cell]}, LATENCY_RECORD) is None
+    assert find_error(fake_latency(step) | {"cells": [cell]}, LATENCY_RECORD) is None
     assert step.name in cell["device_us"]
     assert "sdpa_flash" in cell["host_us"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from common.bench import ncu as counters
-from common.bench.ncu import COUNTERS, METRICS, STALL, collect, parse, readable, top_stalls
+from common.bench.ncu import collect, parse
 from common.catalog import find_step
 from common.errors import UsageError
+from common.metrics import COUNTERS, METRICS, STALL
+from common.report.derived import readable, top_stalls
 
 
 def _page(**values: str) -> list[str]:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from common.bench.timing import summarize
 from common.catalog import all_steps
-from common.record_schema import STATIC_RECORD
+from common.errors import UsageError
+from common.record_schema import EXPERIMENT_RECORD, GRID_RECORD, RECORD, STATIC_RECORD
 from common.records import (
     SCHEMA,
     gpu_folder,
     is_stale,
-    read_grid,
+    read_record,
     read_records,
+    read_replaced,
     write_atomically,
     write_record,
 )
+from common.source import ROOT
 from common.step import read_step
 from verify.tests.fake_records import fake_grid, fake_record, fake_static_record
 
@@ -64,7 +68,16 @@ def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_record_survives_writing(tmp_path):
     record = fake_record(STEP)
     write_record(tmp_path / "h200" / "v01.json", record)
-    assert read_records(tmp_path / "h200") == {"v01": record}
+    assert read_records(tmp_path / "h200", RECORD) == {"v01": record}
+    assert read_record(tmp_path / "h200/v01.json", RECORD) == record
+    assert read_record(tmp_path / "h200/v02.json", RECORD) is None
+
+
+def test_records_of_any_ladder_and_its_variants_are_found_by_their_names(tmp_path):
+    names = ["b01", "v01", "v01_variant"]
+    for name in (*names, "grid", "latency", "V01", "v1", "1v01"):
+        write_record(tmp_path / f"{name}.json", fake_record(STEP) | {"step": name})
+    assert list(read_records(tmp_path, RECORD)) == names
 
 
 @pytest.mark.parametrize(
@@ -75,13 +88,39 @@ def test_record_survives_writing(tmp_path):
         "[]",
         json.dumps({"schema": SCHEMA + 1}),
         json.dumps({"schema": SCHEMA, "step": "v02"}),
+        "[" * 100000,
     ],
 )
-def test_unreadable_record_is_named_and_skipped(tmp_path, capsys, content):
+def test_unreadable_record_is_named(tmp_path, capsys, content):
     write_record(tmp_path / "v01.json", fake_record(STEP))
-    (tmp_path / "v02.json").write_text(content)
-    assert list(read_records(tmp_path)) == ["v01"]
+    path = tmp_path / "v02.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=r"v02\.json"):
+        read_records(tmp_path, RECORD)
+    with pytest.raises(UsageError, match=r"v02\.json"):
+        read_record(path, RECORD)
+    assert read_replaced(path, RECORD) is None  # measuring again overwrites it
     assert "v02.json" in capsys.readouterr().err
+
+
+def test_folder_in_place_of_a_record_is_named(tmp_path):
+    (tmp_path / "v01.json").mkdir()
+    with pytest.raises(UsageError, match=r"v01\.json: Is a directory"):
+        read_records(tmp_path, RECORD)
+
+
+def test_error_names_the_path_in_the_project():
+    with pytest.raises(UsageError, match=r"malformed record profiles/h200/grid\.json: the record"):
+        read_record(ROOT / "profiles/h200/grid.json", RECORD)
+
+
+def assert_malformed(path: Path, form: dict, told: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read_record(path, form)
+    message = str(error.value)
+    assert message.startswith(f"malformed record {path}: ")
+    assert told in message
+    assert len(message.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -89,6 +128,8 @@ def test_unreadable_record_is_named_and_skipped(tmp_path, capsys, content):
     [
         ("time_ms", "abc", "time_ms cannot be 'abc'"),
         ("time_ms", 0, "time_ms cannot be 0"),
+        ("time_ms", math.inf, "time_ms cannot be inf"),
+        ("time_ms", math.nan, "time_ms cannot be nan"),
         ("resources", {}, "resources cannot be {}"),
         ("peers", None, "peers is None, not an object"),
         ("peers.sdpa_flash", {"route": "torch"}, "sdpa_flash cannot be"),
@@ -99,7 +140,7 @@ def test_unreadable_record_is_named_and_skipped(tmp_path, capsys, content):
         ("step", "v77", "it is a record of v77"),
     ],
 )
-def test_malformed_record_is_named_with_what_is_wrong(tmp_path, capsys, path, value, told):
+def test_malformed_record_is_named_with_what_is_wrong(tmp_path, path, value, told):
     record = fake_record(STEP)
     *parents, last = path.split(".")
     node = record
@@ -107,11 +148,15 @@ def test_malformed_record_is_named_with_what_is_wrong(tmp_path, capsys, path, va
         node = node[key]
     node[last] = value
     write_record(tmp_path / "v01.json", record)
-    assert read_records(tmp_path) == {}
-    message = capsys.readouterr().err
-    assert "v01.json" in message
-    assert told in message
-    assert len(message.splitlines()) == 1
+    assert_malformed(tmp_path / "v01.json", RECORD, told)
+
+
+def test_experiment_has_a_baseline(tmp_path):
+    record = fake_record(STEP, baseline=STEP)
+    write_record(tmp_path / "v01.json", record)
+    assert read_records(tmp_path, EXPERIMENT_RECORD) == {"v01": record}
+    write_record(tmp_path / "v01.json", record | {"baseline": None})
+    assert_malformed(tmp_path / "v01.json", EXPERIMENT_RECORD, "baseline is None, not an object")
 
 
 @pytest.mark.parametrize(
@@ -120,16 +165,16 @@ def test_malformed_record_is_named_with_what_is_wrong(tmp_path, capsys, path, va
         ({"banks": None}, "banks cannot be None"),
         ({"banks": [{"operation": "ldmatrix_x4"}]}, "banks cannot be"),
         ({"compiled": {"toolkit": "1.0"}}, "compiled cannot be"),
+        ({"compiled": fake_static_record(STEP)["compiled"] | {"sass": {}}}, "compiled cannot be"),
         ({"shape": {}}, "shape has no"),
     ],
 )
-def test_malformed_static_record_is_named_with_what_is_wrong(tmp_path, capsys, change, told):
+def test_malformed_static_record_is_named_with_what_is_wrong(tmp_path, change, told):
     record = fake_static_record(STEP)
     write_record(tmp_path / "v01.json", record)
     assert read_records(tmp_path, STATIC_RECORD) == {"v01": record}
     write_record(tmp_path / "v01.json", record | change)
-    assert read_records(tmp_path, STATIC_RECORD) == {}
-    assert told in capsys.readouterr().err
+    assert_malformed(tmp_path / "v01.json", STATIC_RECORD, told)
 
 
 @pytest.mark.parametrize(
@@ -145,20 +190,15 @@ def test_malformed_static_record_is_named_with_what_is_wrong(tmp_path, capsys, c
         ({"environment": {"before": "not collected"}}, "cells cannot be"),
     ],
 )
-def test_malformed_grid_is_named_with_what_is_wrong(tmp_path, capsys, change, told):
+def test_malformed_grid_is_named_with_what_is_wrong(tmp_path, change, told):
     record = fake_grid(STEP)
     write_record(tmp_path / "grid.json", record)
-    assert read_grid(tmp_path) == record
-    assert read_records(tmp_path) == {}  # it is no step's
-    assert not capsys.readouterr().err
+    assert read_record(tmp_path / "grid.json", GRID_RECORD) == record
+    assert read_records(tmp_path, RECORD) == {}  # it is no step's
     node = record if change.keys() <= record.keys() else record["cells"][0]
     node |= change
     write_record(tmp_path / "grid.json", record)
-    assert read_grid(tmp_path) is None
-    message = capsys.readouterr().err
-    assert "grid.json" in message
-    assert told in message
-    assert len(message.splitlines()) == 1
+    assert_malformed(tmp_path / "grid.json", GRID_RECORD, told)
 
 
 def test_record_of_other_code_is_stale(tmp_path):

@@ -7,12 +7,12 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from common.bench import sass
-from common.bench.sass import OPCODES, count_instructions, nvdisasm, parse
-from common.bench.static_analysis import headline_arch
+from common.bench.sass import count_instructions, nvdisasm, parse
 from common.catalog import find_step
 from common.errors import UsageError
+from common.metrics import OPCODES
 from common.problem import COUNTED
-from common.runtime.build import build_cubin, nvcc
+from common.runtime.build import build_cubin, headline_arch, nvcc
 
 LISTING = """
 	.target	sm_90

@@ -12,8 +12,8 @@ from common.bench import static_analysis as static
 from common.bench.static_analysis import static_path, static_record
 from common.catalog import find_step
 from common.errors import UsageError
-from common.record_schema import STATIC_RECORD
-from common.records import read_records, write_record
+from common.record_schema import RECORD, STATIC_RECORD
+from common.records import read_record, read_records, write_record
 from common.runtime.build import Build
 from common.runtime.cpu import SimtError
 from verify.tests.fake_records import fake_record, fake_static_record
@@ -125,7 +125,7 @@ def test_counters_that_are_not_permitted_replace_none(monkeypatch, tmp_path, cap
     def counters_after(collected):
         monkeypatch.setattr(commands, "collect", lambda step: collected)
         assert commands.profile(["v04"]) == 0
-        return read_records(tmp_path / "h200")["v04"]["counters"]
+        return read_record(tmp_path / "h200/v04.json", RECORD)["counters"]
 
     write_record(tmp_path / "h200/v04.json", fake_record(V04))
     assert counters_after("not collected: not permitted") == "not collected: not permitted"

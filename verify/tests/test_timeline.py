@@ -20,12 +20,13 @@ from common.bench.timeline import (
 )
 from common.catalog import find_step
 from common.errors import UsageError
+from common.metrics import spill_bytes
 from common.problem import COUNTED
 from common.record_schema import TIMELINE_RECORD
 from common.records import read_records, write_record
 from common.report.diagrams.svg import WIDTH
-from common.report.record_set import load_profile, spill_bytes
-from common.report.timeline_plot import timeline_figure
+from common.report.record_set import Recorded, load_record_set
+from common.report.timeline_plot import draw_timeline
 from common.runtime.build import build_cubin, nvcc, parse_resources
 from common.runtime.cpu import CpuBackend
 from common.source import ROOT
@@ -142,7 +143,7 @@ def test_the_patch_costs_no_local_memory(patched):
 
 @pytest.fixture
 def drawn():
-    return ElementTree.fromstring(timeline_figure(fake_timeline(V09_PATCHED), stale=False))
+    return ElementTree.fromstring(draw_timeline(fake_timeline(V09_PATCHED), stale=False))
 
 
 def test_figure_shows_the_recorded_times(drawn):
@@ -174,7 +175,7 @@ def test_figure_shows_where_o_is_written():
     record = fake_timeline(V09_PATCHED)
     output = {"tile": 15, "start": 2200 * 16 + 3200, "end": 2200 * 16 + 4000}
     outputs = record["outputs"] | {"consumer 0": [output, *record["outputs"]["consumer 0"]]}
-    svg = timeline_figure(record | {"outputs": outputs}, stale=False)
+    svg = draw_timeline(record | {"outputs": outputs}, stale=False)
     scale = (WIDTH - 24 - 96) / (6 * 2200)
     (o,) = [text for text in ElementTree.fromstring(svg).iter(f"{SVG}text") if text.text == "O"]
     middle = 96 + (2200 * 16 + 3600 - 30100) * scale
@@ -204,16 +205,17 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_profile_has_the_timeline(root):
-    profile = load_profile(root / "profiles/h200", root)
-    assert profile.timelines == {"v09": fake_timeline(V09_PATCHED)}
-    assert not profile.timelines_stale
+def test_record_set_has_the_timeline(root):
+    def timelines():
+        return load_record_set(root / "profiles/h200", root).timelines
+
+    assert timelines() == Recorded({"v09": fake_timeline(V09_PATCHED)}, frozenset())
     record = fake_timeline(V09_PATCHED) | {"code_sha256": "0" * 64}
     write_record(root / "profiles/h200/timelines/v09.json", record)
-    assert load_profile(root / "profiles/h200", root).timelines_stale == {"v09"}
-    assert "v09 (stale), one block" in timeline_figure(record, stale=True)
+    assert timelines().stale == {"v09"}
+    assert "v09 (stale), one block" in draw_timeline(record, stale=True)
     (root / "common/bench/timelines/v09.patch").unlink()
-    assert load_profile(root / "profiles/h200", root).timelines == {}
+    assert timelines().records == {}
 
 
 @pytest.mark.parametrize(
@@ -227,24 +229,27 @@ def test_profile_has_the_timeline(root):
         (("producer", "load K"), [0.5] * 32),
     ],
 )
-def test_malformed_record_is_named(tmp_path, capsys, path, value):
+def test_malformed_record_is_named(tmp_path, path, value):
     record = fake_timeline(V09_PATCHED)
     node = record["clocks"]
     for key in path[:-1]:
         node = node[key]
     node[path[-1]] = value
     write_record(tmp_path / "v09.json", record)
-    assert read_records(tmp_path, TIMELINE_RECORD) == {}
-    assert "v09.json: the record: clocks cannot be" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"v09\.json: the record: clocks cannot be"):
+        read_records(tmp_path, TIMELINE_RECORD)
 
 
 @pytest.mark.parametrize(("tiles", "read"), [(6, False), (7, True), (8, True)])
 def test_a_record_has_the_tiles_that_are_shown(tmp_path, tiles, read):
     record = fake_timeline(V09_PATCHED, tiles)
     write_record(tmp_path / "v09.json", record)
-    assert bool(read_records(tmp_path, TIMELINE_RECORD)) == read
     if read:
-        assert timeline_figure(record, stale=False)
+        assert read_records(tmp_path, TIMELINE_RECORD) == {"v09": record}
+        assert draw_timeline(record, stale=False)
+    else:
+        with pytest.raises(UsageError, match="clocks cannot be"):
+            read_records(tmp_path, TIMELINE_RECORD)
 
 
 def test_profile_takes_the_timeline_along(tmp_path, monkeypatch, capsys):
@@ -255,7 +260,7 @@ def test_profile_takes_the_timeline_along(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(commands, "static_record", fake_static_record)
     monkeypatch.setattr(commands, "static_path", lambda step: tmp_path / f"{step.name}.json")
     monkeypatch.setattr(commands, "timeline_record", lambda step: fake_timeline(V09_PATCHED))
-    monkeypatch.setattr(commands, "collect", lambda step: "not collected: made up")
+    monkeypatch.setattr(commands, "collect", lambda step: "not collected: fake")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     runs = (False, "v09", False), (True, "v04", False), (True, "v09", True)
     for has_gpu, name, written in runs:

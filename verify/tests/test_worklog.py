@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from common.__main__ import main
 from common.catalog import all_steps, find_step
 from common.errors import UsageError
-from common.records import write_record
-from common.report import markdown as worklog
-from common.report import plots
-from common.report.diagrams.ampere import figures
+from common.record_schema import RECORD
+from common.records import read_replaced, write_record
+from common.report import markdown, plots
+from common.report.diagrams import figures
 from common.report.expressions import evaluate
 from common.report.markdown import regenerate
 from common.report.plots import same_plot
-from common.report.record_set import load_profile
+from common.report.record_set import load_record_set
 from common.source import ROOT
 from common.step import read_step
 from verify.tests.fake_records import fake_record, fake_static_record, fake_timeline
@@ -58,8 +60,8 @@ def root(tmp_path):
     return tmp_path
 
 
-def profile_of(root):
-    return load_profile(root / "profiles" / "h200", root)
+def record_set_of(root):
+    return load_record_set(root / "profiles" / "h200", root)
 
 
 def table_row(text: str, name: str) -> list[str]:
@@ -143,13 +145,55 @@ def test_stale_record_is_called_stale(root):
     assert "-->not measured since the source changed<!--" in readme
 
 
-def test_unreadable_record_does_not_stop_the_others(root, capsys):
-    (root / "profiles/h200/v01.json").write_text("{")
+RECORDS = [
+    "h200/v02.json",
+    "h200/experiments/v02_nothing.json",
+    "h200/grid.json",
+    "h200/grid_previous.json",
+    "h200/latency.json",
+    "h200/timelines/v09.json",
+    "static/v02.json",
+    "geforce_rtx_4090/v02.json",
+]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "Expecting property name"),
+        ("", "Expecting value"),
+        ('{"schema": 2}', "the record has no "),
+        ("\xff", "codec can't decode"),
+    ],
+)
+def test_malformed_record_changes_nothing(root, monkeypatch, capsys, name, content, told):
+    """It fails in one line naming the file, even where other files differ from their records."""
+
+    def contents() -> dict:
+        return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+    path = root / "profiles" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode("latin-1"))
+    before = contents()
+    monkeypatch.setattr(markdown, "regenerate", partial(regenerate, root))
+    for arguments in (["worklog"], ["worklog", "--check"]):
+        assert main(arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: malformed record {path}: ")
+        assert told in line
+        assert contents() == before
+
+
+def test_measuring_again_repairs_a_malformed_record(root, capsys):
+    path = root / "profiles/h200/v01.json"
+    path.write_text("{")
+    assert read_replaced(path, RECORD) is None
+    assert f"warning: malformed record {path}" in capsys.readouterr().err
+    write_record(path, fake_record(V01))
     regenerate(root)
-    assert "v01.json" in capsys.readouterr().err
-    readme = (root / "README.md").read_text()
-    assert table_row(readme, "v01")[2] == "not measured"
-    assert table_row(readme, "v02")[2] == "20"
+    assert table_row((root / "README.md").read_text(), "v01")[2] == "20"
 
 
 @pytest.mark.parametrize(
@@ -170,20 +214,21 @@ def test_check_finds_an_edit(root, name, old, new):
     assert old in text
     path.write_text(text.replace(old, new))
     assert regenerate(root, check=True) == [name]
-    assert path.read_text() != text  # a check mends nothing
+    assert path.read_text() != text  # a check repairs nothing
     assert regenerate(root) == [name]
     assert path.read_text() == text
 
 
 def test_labels_of_ten_steps_do_not_overlap(root):
     """Fast steps come close to each other and to the roof of the tensor cores."""
-    profile = profile_of(root)
+    record_set = record_set_of(root)
     rates = [2.1, 21, 27, 37, 130, 210, 360, 640, 700, 760]
     records = {
-        f"v{number:02}": profile.records["v02"] | {"tflops": rate}
+        f"v{number:02}": record_set.measured.records["v02"] | {"tflops": rate}
         for number, rate in enumerate(rates, 1)
     }
-    for figure in plots.figures(replace(profile, records=records)).values():
+    measured = replace(record_set.measured, records=records)
+    for figure in plots.draw_plots(replace(record_set, measured=measured)).values():
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         texts = [text for text in figure.axes[0].texts if text.get_text()]
@@ -271,7 +316,7 @@ def test_a_missing_file_is_named(root):
     ],
 )
 def test_expression(root, expression, text):
-    assert evaluate(expression, profile_of(root)) == text
+    assert evaluate(expression, record_set_of(root)) == text
 
 
 @pytest.mark.parametrize(
@@ -293,25 +338,25 @@ def test_expression(root, expression, text):
 )
 def test_expression_that_means_nothing(root, expression):
     with pytest.raises(UsageError):
-        evaluate(expression, profile_of(root))
+        evaluate(expression, record_set_of(root))
 
 
 def test_times_of_different_runs_are_not_compared(root):
     write_record(
         root / "profiles/h200/v02.json", fake_record(V02, baseline=V01, run="2000-01-02 b")
     )
-    profile = profile_of(root)
-    assert evaluate("v02.tflops / v01.tflops : .1f", profile) == "not measured together"
-    assert evaluate("v02.registers / v01.registers : .1f", profile) == "1.0"
-    assert profile.newest["step"] == "v02"
+    record_set = record_set_of(root)
+    assert evaluate("v02.tflops / v01.tflops : .1f", record_set) == "not measured together"
+    assert evaluate("v02.registers / v01.registers : .1f", record_set) == "1.0"
+    assert record_set.newest["step"] == "v02"
 
 
 def test_gain_over_a_changed_baseline_is_not_shown(root):
-    assert evaluate("v02.gain : .1f", profile_of(root)) == "2.0"
+    assert evaluate("v02.gain : .1f", record_set_of(root)) == "2.0"
     record = fake_record(V02, baseline=V01)
     record["baseline"]["code_sha256"] = "0" * 64
     write_record(root / "profiles/h200/v02.json", record)
-    assert evaluate("v02.gain : .1f", profile_of(root)) == "not measured"
+    assert evaluate("v02.gain : .1f", record_set_of(root)) == "not measured"
 
 
 def test_experiments(root):
@@ -328,16 +373,18 @@ def test_experiments(root):
     regenerate(root)
     row = table_row((root / "worklog.md").read_text(), "v02_nothing")
     assert row[1:] == ["nothing", "no change", "", "not measured", "", "", ""]
-    (patched,) = profile_of(root).patches
+    (patched,) = record_set_of(root).patches
     record = fake_record(read_step(patched.write()), baseline=V02, time_ms=10.0)
     write_record(root / "profiles/h200/experiments/v02_nothing.json", record)
     regenerate(root)
     row = table_row((root / "worklog.md").read_text(), "v02_nothing")
     assert row[3:] == ["20", "10", "2.00 ×", "111", "0 B"]
-    assert evaluate("experiments.v02_nothing.gain : .1f", profile_of(root)) == "2.0"
+    assert evaluate("experiments.v02_nothing.gain : .1f", record_set_of(root)) == "2.0"
     static = fake_static_record(read_step(patched.write()))
     write_record(root / "profiles/static/v02_nothing.json", static)
-    assert evaluate("experiments.v02_nothing.banks.ldmatrix_x4.ideal", profile_of(root)) == "5120"
+    assert (
+        evaluate("experiments.v02_nothing.banks.ldmatrix_x4.ideal", record_set_of(root)) == "5120"
+    )
     (root / "worklog.md").write_text(WORKLOG.replace("<!-- table: experiments v02 -->", ""))
     with pytest.raises(UsageError, match="experiments v02"):
         regenerate(root)
@@ -381,9 +428,9 @@ def test_stale_static_record_is_called_stale(static_root):
     assert "| v02 | stale | " in text[text.index("table: sass") :]
     assert "| v02 | stale |  |  |" in text[text.index("table: banks") :]
     for expression in ("v02.sass.attention_forward.HMMA", "v02.banks.store_uint4.conflicts"):
-        value = evaluate(expression, profile_of(static_root))
+        value = evaluate(expression, record_set_of(static_root))
         assert value == "not measured since the source changed"
-    assert evaluate("v02.registers", profile_of(static_root)) == "111"
+    assert evaluate("v02.registers", record_set_of(static_root)) == "111"
 
 
 @pytest.mark.parametrize(
@@ -402,7 +449,7 @@ def test_stale_static_record_is_called_stale(static_root):
     ],
 )
 def test_static_expression(static_root, expression, text):
-    assert evaluate(expression, profile_of(static_root)) == text
+    assert evaluate(expression, record_set_of(static_root)) == text
 
 
 @pytest.mark.parametrize(
@@ -416,18 +463,19 @@ def test_static_expression(static_root, expression, text):
 )
 def test_static_expression_that_means_nothing(static_root, expression):
     with pytest.raises(UsageError):
-        evaluate(expression, profile_of(static_root))
+        evaluate(expression, record_set_of(static_root))
 
 
-def test_main_reports(root, monkeypatch, capsys):
-    monkeypatch.setattr(worklog, "regenerate", lambda check: ["README.md"])
-    assert worklog.main(["--check"]) == 1
-    assert "README.md differs" in capsys.readouterr().out
-    assert worklog.main([]) == 0
+def test_command_reports(monkeypatch, capsys):
+    monkeypatch.setattr(markdown, "regenerate", lambda check: ["README.md"])
+    assert main(["worklog", "--check"]) == 1
+    assert capsys.readouterr().out == "README.md differs: run make worklog\n"
+    assert main(["worklog"]) == 0
+    assert capsys.readouterr().out == "wrote README.md\n"
 
     def broken(check):
         raise UsageError("worklog.md: missing marker")
 
-    monkeypatch.setattr(worklog, "regenerate", broken)
-    assert worklog.main([]) == 2
+    monkeypatch.setattr(markdown, "regenerate", broken)
+    assert main(["worklog"]) == 2
     assert capsys.readouterr().err == "error: worklog.md: missing marker\n"

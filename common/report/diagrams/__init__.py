@@ -1,0 +1,10 @@
+"""The diagrams of worklog.md, as SVG: drawn from the index mathematics of fragments.py."""
+
+from __future__ import annotations
+
+from . import ampere, hopper
+
+
+def figures() -> dict[str, str]:
+    """SVG text by the file name in figures/."""
+    return ampere.figures() | hopper.figures()

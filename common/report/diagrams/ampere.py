@@ -1,11 +1,9 @@
-"""The diagrams of worklog.md, as SVG: drawn from the index mathematics of fragments.py."""
+"""The diagrams of the steps up to Ampere: fragments, ldmatrix, swizzles and buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..plots import INK
-from . import hopper as hopper_figures
 from .fragments import (
     CHUNK_BYTES,
     CHUNKS,
@@ -26,6 +24,7 @@ from .svg import (
     ACCENT,
     BANK_COLORS,
     EMPTY,
+    INK,
     LANE,
     MUTED,
     SMALL,
@@ -56,7 +55,6 @@ def figures() -> dict[str, str]:
         "ldmatrix.svg": _ldmatrix(),
         "swizzle_banks.svg": _swizzle_banks(),
         "async_timeline.svg": _async_timeline(),
-        **hopper_figures.figures(),
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise, product
 
-from ..plots import INK
 from .fragments import (
     CHUNK,
     CHUNKS,
@@ -23,6 +22,7 @@ from .fragments import (
 from .svg import (
     BANK_COLORS,
     EMPTY,
+    INK,
     LANE,
     MUTED,
     SMALL,

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ..plots import INK
-
 WIDTH = 830  # of the text on GitHub, so that a pixel here is one there
 SMALL, NORMAL, TITLE = 11, 12, 13
-MUTED, WHITE = "#59636e", "#ffffff"
+INK, MUTED, WHITE = "#24292f", "#59636e", "#ffffff"
 TINTS = ("#cfe2f5", "#d3ecc8", "#fbe0bd", "#e3d7f4")
 ACCENT, EMPTY = "#b5402c", "#eff2f5"
 BANK_COLORS = (

@@ -1,0 +1,86 @@
+"""Numbers that follow from a record."""
+
+from __future__ import annotations
+
+from ..metrics import COUNTERS, OPCODES, STALL, STALL_REASONS, smem_bytes, spill_bytes
+from ..record_schema import NUMBER
+
+FA3 = "flash_attention_3"
+BANK_COUNTS = ("accesses", "ideal", "wavefronts")
+
+
+def derived(record: dict) -> dict:
+    """Of a step's or an experiment's record. Shares and gains are ratios of times of one run."""
+    kernels = record["resources"].values()
+    baseline, fa3 = record["baseline"], record["peers"].get(FA3, {})
+    return {
+        "gain": baseline and baseline["time_ms"] / record["time_ms"],
+        "fa3_share": fa3["time_ms"] / record["time_ms"] if "time_ms" in fa3 else None,
+        "registers": max(kernel["registers"] for kernel in kernels),
+        "smem_bytes": max(smem_bytes(kernel) for kernel in kernels),
+        "spill_bytes": sum(spill_bytes(kernel) for kernel in kernels),
+        "stack_bytes": max(kernel["stack_bytes"] for kernel in kernels),
+        "error": record["errors"]["o"],
+        "lse_error": record["errors"]["lse"],
+        "torch_error": record["torch_errors"]["o"],
+        "peak_memory_gb": record["peak_memory_bytes"] / 1e9,
+        "least_gb": record["least_bytes"] / 1e9,
+        "flops_per_byte": record["flops"] / record["least_bytes"],
+        "ncu": record["counters"]
+        if isinstance(record["counters"], str)  # "not collected"
+        else readable(record["counters"]),
+        "memory_gb": {
+            str(entry["seq"]): None if entry["bytes"] is None else entry["bytes"] / 1e9
+            for entry in record["memory"]
+        },
+    }
+
+
+def readable(counters: dict[str, dict]) -> dict[str, dict[str, float | None]]:
+    """The counters of each kernel under the names and in the units of COUNTERS."""
+    return {
+        kernel: {
+            name: None if values.get(metric) is None else values[metric] * factor
+            for name, (metric, factor) in COUNTERS.items()
+        }
+        for kernel, values in counters.items()
+    }
+
+
+def top_stalls(values: dict[str, float | None], count: int = 2) -> list[tuple[str, float]]:
+    """The most frequent reasons for a kernel's warps to stall, as warps stalled per issue."""
+    stalls = [(reason, values.get(STALL.format(reason)) or 0.0) for reason in STALL_REASONS]
+    return sorted(stalls, key=lambda stall: -stall[1])[:count]
+
+
+def grid_ratios(grid: dict, step: str) -> dict[str, float]:
+    """By cell: the step's rate over the fastest peer's, where both were measured."""
+    ratios = {}
+    for cell in grid["cells"]:
+        rates = {name: rate for name, rate in cell["tflops"].items() if isinstance(rate, NUMBER)}
+        peers = [rate for name, rate in rates.items() if name not in grid["sources"]]
+        if step in rates and peers:
+            ratios[cell["name"]] = rates[step] / max(peers)
+    return ratios
+
+
+def static_derived(record: dict) -> dict:
+    """Of a static record: instructions by kernel, shared memory accesses by operation."""
+    compiled = record["compiled"]
+    sass = compiled if isinstance(compiled, str) else compiled["sass"]  # "not collected"
+    banks: dict[str, dict[str, int]] = {}
+    for place in record["banks"]:
+        total = banks.setdefault(place["operation"], dict.fromkeys(BANK_COUNTS, 0))
+        for key in BANK_COUNTS:
+            total[key] += place[key]
+    for total in banks.values():
+        total["conflicts"] = total["wavefronts"] - total["ideal"]
+    return {
+        "sass": sass
+        if isinstance(sass, str)
+        else {
+            kernel: {"instructions": sum(counts.values()), **dict.fromkeys(OPCODES, 0), **counts}
+            for kernel, counts in sass.items()
+        },
+        "banks": banks,
+    }

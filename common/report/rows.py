@@ -1,0 +1,265 @@
+"""The rows of the tables as plain values: numbers, texts, and lists of one number a kernel.
+
+A key that a row lacks does not apply to it. "status" says why a row has no numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from ..metrics import smem_bytes, spill_bytes
+from ..record_schema import NUMBER
+from .derived import FA3, derived, grid_ratios, readable, static_derived, top_stalls
+from .record_set import CHANGED, NOT_MEASURED, RecordSet
+
+Row = dict[str, Any]
+
+GROWS = 3  # memory that more than triples when the sequence doubles holds all scores
+
+
+def steps(record_set: RecordSet) -> list[Row]:
+    """A row a step."""
+    rows = []
+    for step in record_set.steps:
+        row = {
+            "name": step.name,
+            "path": f"steps/{step.path.name}",
+            "stale": step.name in record_set.measured.stale,
+            "title": step.title,
+        }
+        record = record_set.measured.records.get(step.name)
+        if record is None:
+            rows.append({**row, "status": NOT_MEASURED})
+            continue
+        numbers, kernels = derived(record), record["resources"].values()
+        rows.append(
+            {
+                **row,
+                "time_ms": record["time_ms"],
+                "tflops": record["tflops"],
+                "fa3_share": numbers["fa3_share"],
+                "gain": numbers["gain"],
+                "registers": [kernel["registers"] for kernel in kernels],
+                "smem_bytes": [smem_bytes(kernel) for kernel in kernels],
+                "spill_bytes": numbers["spill_bytes"],
+                "peak_memory_bytes": record["peak_memory_bytes"],
+                "error": numbers["error"],
+            }
+        )
+    return rows
+
+
+def peers(record_set: RecordSet) -> list[Row]:
+    """A row a peer of the latest run."""
+    if record_set.newest is None:
+        return []
+    measured = record_set.newest["peers"]
+    fa3_ms = measured[FA3].get("time_ms")
+    return [
+        {"name": name, "missing": peer["missing"]}
+        if "missing" in peer
+        else {
+            "name": name,
+            "route": peer["route"],
+            "time_ms": peer["time_ms"],
+            "time_p25_ms": peer["time_p25_ms"],
+            "time_p75_ms": peer["time_p75_ms"],
+            "tflops": peer["tflops"],
+            "fa3_share": fa3_ms / peer["time_ms"] if fa3_ms else None,
+            "peak_memory_bytes": peer["peak_memory_bytes"],
+            "error": peer["errors"]["o"],
+        }
+        for name, peer in measured.items()
+    ]
+
+
+def memory(record_set: RecordSet) -> list[Row]:
+    """A row a sequence length: the peak memory of some steps, and the last's saving over the first.
+
+    The steps are those that hold all scores, then the latest that does not; None does not fit.
+    """
+    curves = {
+        name: {entry["seq"]: entry["bytes"] for entry in record["memory"]}
+        for name, record in record_set.measured.records.items()
+        if name not in record_set.measured.stale
+    }
+    materialising = [name for name, curve in curves.items() if _holds_scores(curve)]
+    fused = [name for name in curves if name not in materialising][-1:]
+    if not materialising or not fused:
+        return []
+    rows = []
+    for seq in curves[materialising[0]]:
+        sizes = {name: curves[name].get(seq) for name in materialising + fused}
+        first, *_, last = sizes.values()
+        saving = first / last if first and last else None
+        rows.append({"seq": seq, "bytes": sizes, "saving": saving})
+    return rows
+
+
+def _holds_scores(curve: dict[int, int | None]) -> bool:
+    sizes = [size for size in curve.values() if size is not None]
+    return len(sizes) > 1 and sizes[-1] > GROWS * sizes[-2]
+
+
+def grid(record_set: RecordSet) -> list[Row]:
+    """A row a shape: the rates of steps and peers, None where missing.
+
+    ratio is the last step's rate over the fastest peer's.
+    """
+    if record_set.grid is None:
+        return []
+    record = record_set.grid.record
+    measured = [step.name for step in record_set.steps if step.name in record["sources"]]
+    if not measured:
+        return []
+    names = measured + [
+        name for name in record["cells"][0]["tflops"] if name not in record["sources"]
+    ]
+    ratios = grid_ratios(record, measured[-1])
+    keys = ("name", "head_dim", "causal", "batch", "heads", "kv_heads", "seq")
+    return [
+        {
+            **{key: cell[key] for key in keys},
+            "tflops": {name: _number(cell["tflops"].get(name)) for name in names},
+            "ratio": ratios.get(cell["name"]),
+        }
+        for cell in record["cells"]
+    ]
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, NUMBER) else None
+
+
+def latency(record_set: RecordSet) -> list[Row]:
+    """A row a shape: microseconds that a call of each candidate takes of the device and the host.
+
+    None where a candidate is missing.
+    """
+    if record_set.latency is None or record_set.latency.stale:
+        return []
+    cells = record_set.latency.record["cells"]
+    keys = ("device_us", "missing")
+    names = list(dict.fromkeys(name for key in keys for cell in cells for name in cell[key]))
+    return [
+        {
+            "seq": cell["seq"],
+            "causal": cell["causal"],
+            **{
+                key: {
+                    name: statistics.median(cell[key][name]) if name in cell[key] else None
+                    for name in names
+                }
+                for key in ("device_us", "host_us")
+            },
+        }
+        for cell in cells
+    ]
+
+
+def resources(record_set: RecordSet, step: str) -> list[Row]:
+    """A row a kernel of the step: what the compiler gave it."""
+    record = record_set.measured.current(step)
+    if isinstance(record, str):
+        return []
+    return [{"kernel": name, **kernel} for name, kernel in record["resources"].items()]
+
+
+def counters(record_set: RecordSet) -> list[Row]:
+    """A row a kernel of each step: what Nsight Compute counted; None what this GPU does not."""
+    rows = []
+    for step, record in record_set.measured.records.items():
+        collected = record["counters"]
+        if isinstance(collected, str) or step in record_set.measured.stale:
+            status = collected if isinstance(collected, str) else "stale"
+            rows.append({"step": step, "status": status})
+            continue
+        rows += [
+            {"step": step, "kernel": kernel, **numbers, "stalls": top_stalls(collected[kernel])}
+            for kernel, numbers in readable(collected).items()
+        ]
+    return rows
+
+
+def sass(record_set: RecordSet) -> list[Row]:
+    """A row a kernel of each step: what the compiler gave it, and instructions in its code.
+
+    instructions counts each opcode, or says why they are not counted.
+    """
+    rows = []
+    for step in record_set.steps:
+        record = record_set.static.records.get(step.name)
+        if record is None:
+            continue
+        compiled = record["compiled"]
+        if isinstance(compiled, str) or step.name in record_set.static.stale:
+            status = compiled if isinstance(compiled, str) else "stale"
+            rows.append({"step": step.name, "status": status})
+            continue
+        counts = static_derived(record)["sass"]
+        rows += [
+            {
+                "step": step.name,
+                "kernel": name,
+                "compiler": f"{compiled['arch']} by nvcc {compiled['toolkit']}",
+                "registers": kernel["registers"],
+                "stack_bytes": kernel["stack_bytes"],
+                "spill_bytes": spill_bytes(kernel),
+                "instructions": counts if isinstance(counts, str) else counts[name],
+            }
+            for name, kernel in compiled["resources"].items()
+        ]
+    return rows
+
+
+def banks(record_set: RecordSet) -> list[Row]:
+    """A row a place where a step or an experiment accesses shared memory."""
+    rows = []
+    for name, record in record_set.static.records.items():
+        if name in record_set.static.stale:
+            rows.append({"name": name, "status": "stale"})
+            continue
+        operations = [place["operation"] for place in record["banks"]]
+        rows += [
+            {
+                "name": name,
+                # An operation that is called in several places is told by its call.
+                "access": place["code"]
+                if operations.count(place["operation"]) > 1
+                else place["operation"],
+                **{key: place[key] for key in ("accesses", "ideal", "wavefronts")},
+                "conflicts": place["wavefronts"] - place["ideal"],
+            }
+            for place in record["banks"]
+        ]
+    return rows
+
+
+def experiments(record_set: RecordSet, step: str) -> list[Row]:
+    """A row an experiment on the step: tried, predicted, measured against it in the same run."""
+    rows = []
+    for patch in record_set.patches:
+        if patch.step.name != step:
+            continue
+        row = {
+            "name": patch.name,
+            "path": f"experiments/{patch.name}.patch",
+            "tries": patch.header.get("tries", ""),
+            "predicts": patch.header.get("predicts", ""),
+        }
+        record = record_set.experiments.current(patch.name)
+        if isinstance(record, str):
+            status = CHANGED if patch.name in record_set.experiments.stale else NOT_MEASURED
+            rows.append({**row, "status": status})
+            continue
+        numbers = derived(record)
+        rows.append(
+            {
+                **row,
+                "baseline_ms": record["baseline"]["time_ms"],
+                "time_ms": record["time_ms"],
+                **{key: numbers[key] for key in ("gain", "registers", "stack_bytes")},
+            }
+        )
+    return rows
