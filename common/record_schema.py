@@ -24,7 +24,16 @@ class AnyOf(tuple):
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, NUMBER) and 0 < value < math.inf
+    return _is(value, NUMBER) and 0 < value < math.inf
+
+
+def _count(value: object) -> bool:
+    return _is(value, int) and value > 0
+
+
+def _is(value: object, form: type | tuple[type, ...]) -> bool:
+    """isinstance, but true and false are no numbers."""
+    return isinstance(value, form) and (form is bool or not isinstance(value, bool))
 
 
 def _some(form: object) -> Callable[[object], bool]:
@@ -89,11 +98,11 @@ _KERNELS = {EACH: _KERNEL}
 _COMPILED = {
     "toolkit": str,
     "arch": str,
-    "resources": _KERNELS,
+    "resources": _some(_KERNELS),
     "sass": AnyOf([str, {EACH: {EACH: int}}]),
 }
 _SHAPE = {
-    **dict.fromkeys(("batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim"), _positive),
+    **dict.fromkeys(("batch", "heads", "kv_heads", "seq_q", "seq_k", "head_dim"), _count),
     "dtype": str,
     "causal": bool,
 }
@@ -106,24 +115,22 @@ RECORD = {
     "device": str,
     "environment": _ENVIRONMENT,
     "shape": _SHAPE,
-    "flops": _positive,
-    "least_bytes": _positive,
+    "flops": _count,
+    "least_bytes": _count,
     "resources": _some(_KERNELS),
     "errors": {"o": NUMBER, "lse": NUMBER},
     "torch_errors": {"o": NUMBER},
-    "memory": [{"seq": _positive, "bytes": _MAYBE}],
+    "memory": [{"seq": _count, "bytes": _MAYBE}],
     "baseline": AnyOf([type(None), {**_SOURCE, **_OUTCOME}]),
     "peers": {"flash_attention_3": _PEER, EACH: _PEER},
-    "counters": AnyOf([str, {EACH: {EACH: _MAYBE}}]),
+    "counters": AnyOf([str, _some({EACH: {EACH: _MAYBE}})]),
 }
 EXPERIMENT_RECORD = {**RECORD, "baseline": {**_SOURCE, **_OUTCOME}}
 STATIC_RECORD = {
     **_SOURCE,
     "compiled": AnyOf([str, _compiled]),
     "shape": _SHAPE,
-    "banks": [
-        {"operation": str, "code": str, "accesses": _positive, "ideal": int, "wavefronts": int}
-    ],
+    "banks": [{"operation": str, "code": str, "accesses": _count, "ideal": int, "wavefronts": int}],
 }
 _CONSUMER = {event: [int] for event in CONSUMER_EVENTS}
 _CLOCKS = {
@@ -148,7 +155,7 @@ _CELL = {
     "name": str,
     "run": str,
     "environment": _ENVIRONMENT,
-    **dict.fromkeys(("batch", "heads", "kv_heads", "seq", "head_dim"), _positive),
+    **dict.fromkeys(("batch", "heads", "kv_heads", "seq", "head_dim"), _count),
     "causal": bool,
 }
 CELL = {
@@ -190,7 +197,7 @@ def find_error(value: object, form: object, where: str = "the record") -> str | 
     elif isinstance(form, list):
         fits = isinstance(value, list) and all(find_error(item, form[0]) is None for item in value)
     elif isinstance(form, (type, tuple)):
-        fits = isinstance(value, form)
+        fits = _is(value, form)
     else:
         fits = form(value)
     return None if fits else f"{where} cannot be {value!r:.40}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ..catalog import all_steps, find_step
 from ..errors import UsageError
@@ -40,30 +41,58 @@ def source_diff(first: Step, second: Step) -> str:
     return "\n".join(difflib.unified_diff(*sources, *names, lineterm=""))
 
 
+@dataclass(frozen=True)
+class Change:
+    """What the records of two steps say of a metric."""
+
+    metric: str
+    old: Numbers
+    new: Numbers
+    together: bool = True  # False: times of different runs, which are not compared
+
+
+def find_changes(record_set: RecordSet, first: Step, second: Step) -> dict[str, list[Change]]:
+    """By group; a group that neither record has is one change from a text to a text."""
+    recorded = [record_set.measured.current(step.name) for step in (first, second)]
+    static = [record_set.static.current(step.name) for step in (first, second)]
+    together = len({record["run"] for record in recorded if isinstance(record, dict)}) <= 1
+    return {
+        "time": [
+            replace(change, together=together) for change in _changes("time", _times, recorded)
+        ],
+        "resources": _changes("resources", _resources, static),
+        "instructions": _changes("instructions", _instructions, static),
+        "counters": _changes("counters", _counters, recorded),
+        "stalls": _changes("stalls", _stalls, recorded),
+    }
+
+
 def change_table(record_set: RecordSet, first: Step, second: Step) -> str:
     """A row a metric: of the first step, of the second, and their quotient or difference."""
-    names = (first.name, second.name)
-    recorded = [record_set.measured.current(name) for name in names]
-    static = [record_set.static.current(name) for name in names]
-    times = _rows("time", _times, recorded)
-    if len({record["run"] for record in recorded if isinstance(record, dict)}) > 1:
-        times = [[*row[:3], row[3] and "not measured together"] for row in times]
-    instructions = _rows("instructions", _instructions, static)
-    opcodes = _different(instructions[1:])
-    rows = [
-        *times,
-        *_rows("resources", _resources, static),
-        *instructions[:1],
-        *(row for row in opcodes if row[0] in OPCODES),
-        *_rows("counters", _counters, recorded),
-        *_different(_rows("stalls", _stalls, recorded)),
+    groups = find_changes(record_set, first, second)
+    total, *opcodes = groups["instructions"]
+    opcodes = [change for change in opcodes if _differs(change)]
+    shown = [
+        *groups["time"],
+        *groups["resources"],
+        total,
+        *(change for change in opcodes if change.metric in OPCODES),
+        *groups["counters"],
+        *(change for change in groups["stalls"] if _differs(change)),
     ]
     others = [
-        f"{name} {old} → {new}"
-        for name, old, new, _ in opcodes
-        if name not in OPCODES and all(isinstance(record, dict) for record in static)
+        f"{change.metric} {_text(change.old)} → {_text(change.new)}"
+        for change in opcodes
+        if change.metric not in OPCODES
+        and not isinstance(change.old, str)
+        and not isinstance(change.new, str)
     ]
-    return markdown(["Metric", *(f">{name}" for name in names), ">Change"], rows) + (
+    columns = ["Metric", f">{first.name}", f">{second.name}", ">Change"]
+    rows = [
+        [change.metric, _text(change.old), _text(change.new), _difference(change)]
+        for change in shown
+    ]
+    return markdown(columns, rows) + (
         f"\n\nTimes and counters of profiles/{record_set.folder.name}, the others of "
         f"profiles/{STATIC}; one number a kernel. Of the opcodes, as they stand in the code, and "
         "of the reasons why warps stall, those that differ."
@@ -127,34 +156,28 @@ def _by_metric(kernels: dict[str, dict[str, float | None]] | str) -> dict[str, N
     return {name: {k: numbers.get(name, 0) for k, numbers in kernels.items()} for name in names}
 
 
-def _rows(
+def _changes(
     what: str, read: Callable[[dict], dict[str, Numbers] | str], records: Sequence[dict | str]
-) -> list[list[str]]:
-    """A row a metric that one of the two has, or one row where both have none."""
+) -> list[Change]:
+    """The metrics that one of the two has, or one of this name where both have none."""
     sides = [record if isinstance(record, str) else read(record) for record in records]
     known = [side for side in sides if isinstance(side, dict)]
     if not known:
-        return [[what, *sides, ""]]
+        return [Change(what, *sides)]
 
     def numbers(side: dict[str, Numbers] | str, name: str) -> Numbers:
         if isinstance(side, str):
             return side
         return side.get(name) or dict.fromkeys(next(iter(side.values())), 0)  # an opcode
 
-    rows = []
-    for name in dict.fromkeys(name for side in known for name in side):
-        old, new = (numbers(side, name) for side in sides)
-        rows.append([name, _text(old), _text(new), _change(name, old, new)])
-    return rows
+    names = dict.fromkeys(name for side in known for name in side)
+    return [Change(name, *(numbers(side, name) for side in sides)) for name in names]
 
 
-def _different(rows: list[list[str]]) -> list[list[str]]:
-    """Without those that are equal, or 0 in however many kernels."""
-    return [
-        row
-        for row in rows
-        if row[1] != row[2] and {*row[1].split(" / "), *row[2].split(" / ")} != {"0"}
-    ]
+def _differs(change: Change) -> bool:
+    """Whether the texts differ, by more than how many kernels have none."""
+    old, new = _text(change.old), _text(change.new)
+    return old != new and {*old.split(" / "), *new.split(" / ")} != {"0"}
 
 
 def _text(numbers: Numbers) -> str:
@@ -166,17 +189,20 @@ def _text(numbers: Numbers) -> str:
     )
 
 
-def _change(name: str, old: Numbers, new: Numbers) -> str:
+def _difference(change: Change) -> str:
     """Kernel by kernel; nothing between different kernels, nor between gains over different steps.
 
     Counts of the compiler and per cent are subtracted, and so is what was 0.
     """
+    name, old, new = change.metric, change.old, change.new
     if isinstance(old, str) or isinstance(new, str) or old.keys() != new.keys() or name == "gain":
         return ""
-    return " / ".join(_one_change(name, old[kernel], new[kernel]) for kernel in old)
+    if not change.together:
+        return "not measured together"
+    return " / ".join(_one_difference(name, old[kernel], new[kernel]) for kernel in old)
 
 
-def _one_change(name: str, old: float | None, new: float | None) -> str:
+def _one_difference(name: str, old: float | None, new: float | None) -> str:
     if old is None or new is None:
         return "n/a"
     if old == new:

@@ -57,7 +57,7 @@ def draw_timeline(record: dict, *, stale: bool) -> str:
         rows.boxes(top, ROW, pv, V_COLOR)
         softmax = list(zip(clocks["end S"], clocks["end softmax"], strict=True))
         rows.boxes(top + ROW + GAP, ROW, softmax, SOFTMAX_COLOR)
-        for output in record["outputs"][who]:
+        for output in record["outputs"].get(who, ()):
             rows.box(top + ROW + GAP, ROW, (output["start"], output["end"]), OUTPUT_COLOR, "O")
     rows.axis(axis)
     _legend(drawing, axis + 46)

@@ -128,6 +128,8 @@ def assert_malformed(path: Path, form: dict, told: str) -> None:
     [
         ("time_ms", "abc", "time_ms cannot be 'abc'"),
         ("time_ms", 0, "time_ms cannot be 0"),
+        ("time_ms", True, "time_ms cannot be True"),
+        ("shape.seq_q", 4096.5, "seq_q cannot be 4096.5"),
         ("time_ms", math.inf, "time_ms cannot be inf"),
         ("time_ms", math.nan, "time_ms cannot be nan"),
         ("resources", {}, "resources cannot be {}"),
