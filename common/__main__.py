@@ -9,7 +9,9 @@ import argparse
 import sys
 
 from .cli import Parser, guarded
+from .errors import UsageError
 from .interpreter import require_package, require_python
+from .source import IS_INSTALLED
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,6 +19,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _main(arguments: list[str] | None) -> int:
+    if IS_INSTALLED:
+        raise UsageError("an installed package has no commands: run make in a checkout")
     parser = Parser(prog="python -m common")
     commands = parser.add_subparsers(dest="command", required=True)
     step = commands.add_parser("step", help="build, check and measure steps")

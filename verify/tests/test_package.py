@@ -105,18 +105,18 @@ def test_metadata(installed: Path) -> None:
     assert set(found.get_all("Provides-Extra")) == {"gpu", "dev"}
 
 
-def call_installed(installed: Path, folder: Path, **environment: str) -> list[str]:
-    """Runs CALL with what is installed, and nothing of the repository, in a folder."""
+def run_installed(
+    installed: Path, folder: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a folder, with what is installed and nothing of the repository."""
     kept = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
-    ended = subprocess.run(
-        [sys.executable, "-c", CALL],
+    return subprocess.run(
+        [sys.executable, *arguments],
         cwd=folder,
         env=kept | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"} | environment,
         capture_output=True,
         text=True,
     )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.splitlines()
 
 
 def test_it_runs_outside_of_the_repository(installed: Path, tmp_path: Path) -> None:
@@ -124,8 +124,9 @@ def test_it_runs_outside_of_the_repository(installed: Path, tmp_path: Path) -> N
     home = tmp_path / "home"
     cache = home / ".cache" / "attention-worklog"
     before = relative_files(installed, "**/*")
-    said = call_installed(installed, tmp_path, HOME=str(home))
-    assert said == [
+    ended = run_installed(installed, tmp_path, "-c", CALL, HOME=str(home))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
         f"no step 'v99'; the steps are {', '.join(step.name for step in all_steps())}",
         common.__version__,
         str(installed / "attention_worklog" / "__init__.py"),
@@ -137,9 +138,15 @@ def test_it_runs_outside_of_the_repository(installed: Path, tmp_path: Path) -> N
 
     compiled = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
     elsewhere = {"HOME": str(tmp_path / "other"), "ATTENTION_WORKLOG_CACHE": str(cache)}
-    assert call_installed(installed, tmp_path, **elsewhere) == said
+    assert run_installed(installed, tmp_path, "-c", CALL, **elsewhere).stdout == ended.stdout
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == compiled
     assert set(tmp_path.iterdir()) == {home}
+
+
+def test_it_has_no_commands(installed: Path, tmp_path: Path) -> None:
+    ended = run_installed(installed, tmp_path, "-m", "attention_worklog", "step", "4")
+    message = "error: an installed package has no commands: run make in a checkout\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", message)
 
 
 def test_where_what_is_compiled_goes(monkeypatch, tmp_path: Path) -> None:
