@@ -1,6 +1,6 @@
-"""Where sources are and what they become, and what a source consists of.
+"""Where sources lie, and what is compiled from them; what a source consists of.
 
-That is the headers it includes, and its code without comments.
+It consists of the headers it includes, and its code without comments.
 """
 
 from __future__ import annotations
