@@ -150,7 +150,7 @@ def _measure_together(operation: Operation, candidates: Sequence[Candidate]) -> 
             **shared,
             **outcomes[candidate.step.name],
             "baseline": _baseline(candidate.baseline, outcomes),
-            "counters": _counters_so_far(path, candidate.step),
+            "counters": counters_so_far(path, candidate.step),
         }
         write_record(path, record)
         written.append(path)
@@ -233,6 +233,7 @@ def _baseline(baseline: Step | None, outcomes: dict[str, dict]) -> dict | None:
     }
 
 
-def _counters_so_far(path: Path, step: Step) -> dict | str:
+def counters_so_far(path: Path, step: Step) -> dict | str:
+    """Those of the record that is about to be replaced, if it is of the same source."""
     record = read_replaced(path, RECORD)
     return record["counters"] if record and not is_stale(record, step) else NOT_COLLECTED

@@ -235,6 +235,15 @@ def test_a_run_before_of_other_sources_is_overwritten(measured_grid):
     assert read_grid(path)["sources"] != record["sources"]
 
 
+def test_a_malformed_run_before_is_overwritten(measured_grid, capsys):
+    path = measured_grid()
+    path.write_text("{")
+    measured_grid()
+    assert f"warning: malformed record {path}" in capsys.readouterr().err
+    assert [file.name for file in path.parent.iterdir()] == ["grid.json"]
+    assert read_grid(path)
+
+
 def test_table(record_set):
     text = tables.grid(record_set())
     assert text.splitlines()[:4] == [

@@ -63,6 +63,16 @@ def test_without_nvcc_what_it_said_of_this_source_is_kept():
 
 
 @pytest.mark.usefixtures("without_nvcc")
+def test_malformed_record_is_replaced(capsys):
+    path = static_path(V04)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    assert commands.profile(["v04"]) == 0
+    assert f"warning: malformed record {path}" in capsys.readouterr().err
+    assert read_record(path, STATIC_RECORD)["compiled"] == "not collected"
+
+
+@pytest.mark.usefixtures("without_nvcc")
 def test_without_nvdisasm_resources_are_left(monkeypatch, capsys):
     def missing(cubin):
         raise UsageError("no nvdisasm")
