@@ -11,12 +11,12 @@ from collections.abc import Callable
 from itertools import pairwise
 
 NUMBER = (int, float)
-# Of a tile, in a timeline.
+# The events of a tile in a timeline.
 PRODUCER_EVENTS = ("load K", "load V")
 CONSUMER_EVENTS = ("start S", "end S", "end softmax", "start PV", "end PV")
-OUTPUT_EVENTS = ("start O", "end O")  # of the last tile of a work
-TIMELINE_TILES = 6  # that its diagram shows
-EACH = object()  # stands for the keys of a dict that are not named beside it
+OUTPUT_EVENTS = ("start O", "end O")  # after the last tile of a work tile
+TIMELINE_TILES = 6  # shown by its diagram
+EACH = object()  # stands for all keys of a dict that the form does not name
 
 
 class AnyOf(tuple):
@@ -32,17 +32,17 @@ def _count(value: object) -> bool:
 
 
 def _is(value: object, form: type | tuple[type, ...]) -> bool:
-    """isinstance, but true and false are no numbers."""
+    """isinstance, except that true and false are not numbers."""
     return isinstance(value, form) and (form is bool or not isinstance(value, bool))
 
 
 def _some(form: object) -> Callable[[object], bool]:
-    """At least one key or item, each of that form."""
+    """Not empty, and of that form."""
     return lambda value: bool(value) and find_error(value, form) is None
 
 
 def _clocks(value: object) -> bool:
-    """By warpgroup and event numbers that grow from tile to tile: more tiles than are shown."""
+    """Clocks by warpgroup and event, growing from tile to tile; more tiles than are shown."""
     if find_error(value, _CLOCKS):
         return False
     lists = [times for events in value.values() for times in events.values()]

@@ -122,7 +122,7 @@ def render(path: Path, record_set: RecordSet, others: list[RecordSet]) -> str:
 
 
 def _required_tables(name: str, record_set: RecordSet) -> list[str]:
-    """Among them the experiments of every step that has some: what did not work is not left out."""
+    """Include the experiments of every step that has any: what did not work is not left out."""
     if name != "worklog.md":
         return list(REQUIRED_TABLES[name])
     tried = sorted({patch.step.name for patch in record_set.patches})

@@ -23,9 +23,9 @@ from .record_set import Grid, RecordSet
 RULE = "#d8dee4"  # of the grid behind the data
 STEP_COLOR, PEER_COLOR = "#2f6fb0", "#b6bec8"
 TENSOR_COLOR, FP32_COLOR, EXP_COLOR = "#8250df", "#c4532d", "#2c7a4b"
-LINE_HEIGHT = 1.35  # of a label, as a factor on the roofline's y axis
+LINE_HEIGHT = 1.35  # of a label: a factor, as the roofline's y axis is logarithmic
 PEER_LINES = ((FP32_COLOR, "s"), (EXP_COLOR, "^"), (TENSOR_COLOR, "D"))  # colour and marker
-LABEL_SHARE = 0.06  # of the grid's y axis, for a label
+LABEL_SHARE = 0.06  # of the grid's y axis, the height of a label
 
 STYLE = {
     "svg.fonttype": "none",
@@ -51,7 +51,7 @@ class Ceilings:
     bf16_tensor_tflops: float
 
 
-# Datasheet of the H200 SXM; its BF16 figure of 1979 TFLOP/s counts sparsity.
+# Datasheet of the H200 SXM; its 1979 BF16 TFLOP/s count sparsity.
 CEILINGS = {"h200": Ceilings(dram_tb_per_s=4.8, fp32_tflops=67, bf16_tensor_tflops=989.5)}
 
 # Per SM and clock, on Hopper.
@@ -60,15 +60,15 @@ EXPONENTIALS = 16
 
 
 def exponential_tflops(ceilings: Ceilings, head_dim: int) -> float:
-    """The rate at which each S has had its exponential: 4 head_dim FLOP come with one.
+    """The bound by exponentials: each element of S takes one, and 4 head_dim FLOP of products.
 
-    At the clock and with the multiprocessors of the tensor cores' ceiling.
+    At the clock and with the SMs of the tensor cores' ceiling.
     """
     return ceilings.bf16_tensor_tflops * EXPONENTIALS * 4 * head_dim / BF16_TENSOR_FLOP
 
 
 def serial_tflops(ceilings: Ceilings, head_dim: int) -> float:
-    """The bound where products and exponentials take turns."""
+    """The bound where products and exponentials never overlap."""
     return 1 / (1 / ceilings.bf16_tensor_tflops + 1 / exponential_tflops(ceilings, head_dim))
 
 
@@ -83,7 +83,7 @@ def render_plots(record_set: RecordSet) -> dict[str, str]:
 
 
 def same_plot(old: str, new: str) -> bool:
-    """Whether two plots agree: in every byte, or in their data if two matplotlibs drew them."""
+    """True if two plots agree: byte by byte, or in their data if two matplotlibs drew them."""
     if _creator(old) == _creator(new):
         return old == new
     return _digest(old) == _digest(new)
@@ -113,7 +113,7 @@ def draw_plots(record_set: RecordSet) -> dict[str, Figure]:
 
 
 def _bars(record_set: RecordSet) -> Figure:
-    """A bar a step and a peer: TFLOP/s."""
+    """TFLOP/s as bars, one for each step and peer."""
     measured = record_set.measured
     rows = [
         (measured.label(name), record["tflops"], STEP_COLOR)
@@ -175,7 +175,7 @@ def _roofline(record_set: RecordSet, ceilings: Ceilings) -> Figure:
         rotation_mode="anchor",
         transform_rotates_text=True,
     )
-    # A label stands left of its point if there is room, else right of it, and else lower.
+    # A label stands left of its point if there is room, else right of it, else lower.
     lowest: dict[tuple[int, str], float] = {}  # label so far, by place on the x axis and side
     for name, record in sorted(measured.records.items(), key=lambda item: -item[1]["tflops"]):
         intensity, rate = record["flops"] / record["least_bytes"], record["tflops"]
@@ -204,7 +204,7 @@ def _roofline(record_set: RecordSet, ceilings: Ceilings) -> Figure:
 
 
 def _grid(grid: Grid) -> Figure:
-    """A panel a mask and head dimension: TFLOP/s of each step and peer over the length."""
+    """TFLOP/s over the sequence length, in a panel for each mask and head dimension."""
     cells = grid.record["cells"]
     columns = list(dict.fromkeys(_heads(cell) for cell in cells))
     figure = Figure(figsize=(10, 6.4), layout="constrained")
@@ -239,14 +239,14 @@ def _heads(cell: dict) -> str:
 
 
 def _highest(grid: dict) -> float:
-    """Of all rates and the ceiling."""
+    """The highest of all rates and the ceiling."""
     rates = [rate for cell in grid["cells"] for rate in cell["tflops"].values()]
     rates.append(grid["ceiling"]["tflops"])
     return max(rate for rate in rates if isinstance(rate, NUMBER))
 
 
 def _grid_panel(axes: Axes, grid: Grid, cells: list[dict]) -> dict[str, Line2D]:
-    """Draws the cells, which differ in seq; returns what the legend must tell, by label."""
+    """Draws cells that differ in seq only; returns the lines that the legend explains, by label."""
     steps = list(grid.record["sources"])
     peers = [name for name in grid.record["cells"][0]["tflops"] if name not in steps]
     styles = {
@@ -275,7 +275,7 @@ def _grid_panel(axes: Axes, grid: Grid, cells: list[dict]) -> dict[str, Line2D]:
 
 
 def _label_ends(axes: Axes, lines: dict[str, Line2D], stale: frozenset[str]) -> None:
-    """Names each line at its right end, or lower where another's name stands."""
+    """Labels each line at its right end, or lower where another label is."""
     ends = {name: (line.get_xdata()[-1], line.get_ydata()[-1]) for name, line in lines.items()}
     height = axes.get_ylim()[1] * LABEL_SHARE
     lowest = math.inf

@@ -11,14 +11,14 @@ from .diagrams.svg import MUTED, SMALL, TINTS, TITLE, WIDTH, Drawing
 
 LEFT, RIGHT = 96, WIDTH - 24  # of the rows, in pixels
 ROW, GAP, HEADING = 28, 4, 24
-NARROWEST = 15  # of the boxes that have room for their tile's number
+NARROWEST = 15  # box with room for its tile's number
 K_COLOR, SOFTMAX_COLOR, V_COLOR, OUTPUT_COLOR = TINTS
 
 Interval = tuple[int, int]  # clocks
 
 
 def draw_timeline(record: dict, *, stale: bool) -> str:
-    """SVG text: the producer, then a group of rows a consumer."""
+    """SVG text: rows for the producer, then a group of rows for each consumer."""
     producer = record["clocks"]["producer"]
     consumers = {who: clocks for who, clocks in record["clocks"].items() if who != "producer"}
     starts = consumers["consumer 0"]["start S"]
@@ -77,7 +77,7 @@ def _products(clocks: dict[str, list[int]]) -> tuple[list[Interval], list[Interv
 
 
 class _Rows:
-    """Boxes between two clocks."""
+    """Draws boxes on a common time axis, clipped to a window of clocks."""
 
     def __init__(self, drawing: Drawing, window: Interval) -> None:
         self._drawing, self._window = drawing, window
@@ -92,18 +92,18 @@ class _Rows:
         first: int = 0,
         step: int = 1,
     ) -> None:
-        """A box with its number for each step-th tile, as far as it lies in the window."""
+        """A numbered box for every step-th tile, as far as it lies in the window."""
         for tile in range(first, len(intervals), step):
             self.box(y, height, intervals[tile], color, f"{tile}")
 
     def box(self, y: float, height: float, interval: Interval, color: str, text: str) -> None:
         left, right = (self._x(clock) for clock in interval)
-        if left < right:  # not outside
+        if left < right:  # overlaps the window
             text = text if right - left >= NARROWEST else ""
             self._drawing.cell(left, y, right - left, height, color, text)
 
     def axis(self, y: float) -> None:
-        """Clocks from the window's start on."""
+        """Draws the axis: clocks since the window's start."""
         first, last = self._window
         self._drawing.line(LEFT, y, RIGHT, y)
         step = 10 ** math.ceil(math.log10((last - first) / 14))

@@ -38,13 +38,13 @@ from .svg import (
     register_table,
 )
 
-READ_CHUNK = 2  # of each row: the 8x8 matrix that is read
-COPY, COMPUTE = 70, 102  # pixels that a tile takes, to no scale
+READ_CHUNK = 2  # the chunk of each row that is read: an 8x8 matrix
+COPY, COMPUTE = 70, 102  # width of a tile in pixels, not to scale
 BUFFER_COLORS = (TINTS[0], TINTS[2])
 
-RowOf = Callable[[int], Element]  # of a lane
-ElementOf = Callable[[int, int], Element]  # of a lane and a half
-AddressOf = Callable[[int, int], int]  # of a row and a chunk
+RowOf = Callable[[int], Element]  # lane ->
+ElementOf = Callable[[int, int], Element]  # lane, half ->
+AddressOf = Callable[[int, int], int]  # row, chunk ->
 
 
 def figures() -> dict[str, str]:
@@ -99,7 +99,7 @@ def _mma() -> str:
 
 
 def _lane_registers(drawing: Drawing, x: float, y: float) -> None:
-    """All that one lane holds."""
+    """The registers of lane LANE."""
     g, t = divmod(LANE, 4)
 
     def row(
@@ -127,7 +127,7 @@ def _lane_registers(drawing: Drawing, x: float, y: float) -> None:
 
 
 def _accumulator_to_a() -> str:
-    """The quarters of 16 columns of S, and of A, in the same places."""
+    """Quarters of 16 columns of S beside the quarters of A that the same registers hold."""
     drawing = Drawing(440)
     for title, left, is_a in (
         ("S: two accumulators D [16, 8]", 44, False),
@@ -156,7 +156,7 @@ def _accumulator_to_a() -> str:
 
 
 def _ldmatrix() -> str:
-    """K and V in shared memory: which lane names a row, and which receives an element."""
+    """K and V in shared memory: which lane addresses a row, and which receives an element."""
     drawing = Drawing(862)
     for name, top, wrapper, product, row_of, element_of in (
         ("K", 22, "ldmatrix_x4", "S = Q K^T: B[d, key] = K[key, d]", k_row, ldmatrix),
@@ -170,7 +170,7 @@ def _ldmatrix() -> str:
 
 
 def _named_and_received(drawing: Drawing, top: float, row_of: RowOf, element_of: ElementOf) -> None:
-    """Four matrices of [16 keys, 16 d]: arrows from who names a row, boxes of who receives."""
+    """Four matrices of [16 keys, 16 d]: arrows from lanes that address, boxes of receiving ones."""
     drawing.text(36, top - 9, "key", SMALL, MUTED, anchor="end")
     for m in range(4):
         key, d = row_of(8 * m)
@@ -196,7 +196,7 @@ def _named_and_received(drawing: Drawing, top: float, row_of: RowOf, element_of:
 def _received_by_lane(
     drawing: Drawing, x: float, y: float, name: str, row_of: RowOf, element_of: ElementOf
 ) -> None:
-    """What one lane names and receives."""
+    """What lane LANE addresses and receives."""
     row, column = row_of(LANE)
     drawing.text(x, y + 10, f"T{LANE} gives the address of")
     drawing.cell(x + 150, y, 86, 20, EMPTY, f"{name}[{row}, {_range(column)}]")
@@ -216,7 +216,7 @@ def _range(first: int) -> str:
 
 
 def _swizzle_banks() -> str:
-    """Three tiles as they lie in memory, and the wavefronts in which they give an 8x8 matrix."""
+    """Three tiles as they lie in memory, and the wavefronts that read an 8x8 matrix of each."""
     drawing = Drawing(528)
     x = 44
     for title, subtitle, address_of, chunks_a_row in (
@@ -236,7 +236,7 @@ def _swizzle_banks() -> str:
 
 
 def _memory(drawing: Drawing, x: float, y: float, address_of: AddressOf, chunks_a_row: int) -> None:
-    """A line a row of memory, the matrix that is read outlined."""
+    """One line for each row of memory; the matrix that is read is outlined."""
     chunk_at = {address_of(row, chunk): chunk for row in range(8) for chunk in range(CHUNKS)}
     outlined = []
     for row in range(8):
@@ -256,7 +256,7 @@ def _memory(drawing: Drawing, x: float, y: float, address_of: AddressOf, chunks_
 
 
 def _wavefronts(drawing: Drawing, x: float, y: float, address_of: AddressOf) -> None:
-    """A line a wavefront: the row whose chunk each four banks deliver."""
+    """One line for each wavefront: the row whose chunk each group of four banks delivers."""
     served = wavefronts([address_of(row, READ_CHUNK) for row in range(8)])
     title = f"{len(served)} wavefront{'s' if len(served) > 1 else ''}"
     drawing.text(x, y, title, TITLE, bold=True)
@@ -310,7 +310,7 @@ def _timeline(
     *,
     buffers: int,
 ) -> None:
-    """A row for the copies above one for the computations: when those of each tile start."""
+    """A row of copies above a row of computations, given when those of each tile start."""
     for row, ((name, times), width) in enumerate(zip(starts.items(), (COPY, COMPUTE), strict=True)):
         top = y + 36 * row
         drawing.text(18, top + 15, name)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 CHUNK_BYTES = 16  # a row of an 8x8 matrix, 4 banks
 CHUNKS = 8  # chunks in the 32 banks
 ROW_BYTES = CHUNKS * CHUNK_BYTES
-EIGHT_ROWS = 8 * ROW_BYTES  # what a swizzle repeats after
+EIGHT_ROWS = 8 * ROW_BYTES  # the period of the swizzle
 CHUNK, PANEL = CHUNK_BYTES // 2, ROW_BYTES // 2  # elements
 
 
@@ -50,7 +50,7 @@ def ldmatrix_trans(lane: int, half: int) -> tuple[int, int]:
 
 
 def k_row(lane: int) -> tuple[int, int]:
-    """(key, d) of the row that the lane names in a [16, 16] block of K.
+    """(key, d) of the row that the lane addresses in a [16, 16] block of K.
 
     Matrices 0 and 1 are b0 and b1 of the first 8 keys, 2 and 3 those of the others.
     """
@@ -58,7 +58,7 @@ def k_row(lane: int) -> tuple[int, int]:
 
 
 def v_row(lane: int) -> tuple[int, int]:
-    """(key, d) of the row that the lane names in a [16, 16] block of V; so for (row, d) of Q.
+    """(key, d) of the row that the lane addresses in a [16, 16] block of V; (row, d) of Q likewise.
 
     Matrices 0 and 1 are b0 and b1 of the first 8 columns of V, 2 and 3 those of the others.
     """
@@ -81,12 +81,12 @@ def swizzled(row: int, chunk: int) -> int:
 
 
 def bank_group(address: int) -> int:
-    """Which 4 of the 32 banks, 4 bytes wide each, the chunk at the address fills."""
+    """Which group of 4 of the 32 banks, each 4 bytes wide, the chunk at the address fills."""
     return address // CHUNK_BYTES % CHUNKS
 
 
 def wavefronts(addresses: Sequence[int]) -> list[dict[int, int]]:
-    """The passes in which the banks deliver different chunks: bank group -> index of the chunk.
+    """The passes in which the banks deliver the chunks: bank group -> index of the chunk, for each.
 
     A bank delivers one word a pass.
     """
@@ -109,7 +109,7 @@ def in_tile(rows: int, row: int, column: int) -> int:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """Where an operand of wgmma lies, in bytes; its rows are swizzled, of 128 bytes."""
+    """Where an operand of wgmma lies, in bytes; its rows are swizzled and 128 bytes long."""
 
     k_major: bool
     start: int
@@ -117,7 +117,7 @@ class Descriptor:
     stride: int
 
     def fields(self) -> dict[str, tuple[int, int, int]]:
-        """The first and the last bit and the value of each."""
+        """First bit, last bit and value of each field."""
         return {
             "start": (0, 13, self.start // 16),
             "leading": (16, 29, self.leading // 16),
@@ -126,7 +126,7 @@ class Descriptor:
         }
 
     def element(self, i: int, k: int) -> int:
-        """The address that wgmma computes of element k of A's row, or B's column, i."""
+        """The address that wgmma computes for A[i, k] or B[k, i]."""
         line, column = (i, k) if self.k_major else (k, i)
         row, eight = line % 8, line // 8
         beyond, byte = divmod(2 * column, ROW_BYTES)
@@ -135,13 +135,13 @@ class Descriptor:
 
 
 def k_major(rows: int, d: int) -> Descriptor:
-    """Of a tile's rows the 16 columns from d on: for Q and K."""
+    """Columns d to d + 15 of all rows of a tile of Q or K."""
     panel, column = divmod(d, PANEL)
     return Descriptor(True, panel * rows * ROW_BYTES + 2 * column, 0, EIGHT_ROWS)
 
 
 def mn_major(rows: int, key: int) -> Descriptor:
-    """Of a tile's 16 rows from key on all columns: for V."""
+    """Rows key to key + 15, all columns, of a tile of V."""
     return Descriptor(False, key * ROW_BYTES, rows * ROW_BYTES, EIGHT_ROWS)
 
 
@@ -153,7 +153,7 @@ def wgmma_d(thread: int, tile: int, register: int) -> tuple[int, int]:
 
 
 def parity(phase: int) -> int:
-    """What a wait for a phase of an mbarrier names; phase -1 has completed before the first."""
+    """The parity to wait for with a phase of an mbarrier; phase -1 counts as complete at first."""
     return phase % 2
 
 

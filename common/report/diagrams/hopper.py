@@ -36,11 +36,11 @@ from .svg import (
 )
 
 KEYS, HEAD_DIM = 128, 128  # of a tile
-STEP = 16  # where the 16 of the product's K begin that are read
+STEP = 16  # first of the 16 elements along K that one wgmma reads
 WARP, PAIR = 1, 1  # of the accumulator: a warp's tiles 2 PAIR and 2 PAIR + 1
 USES = range(3)  # of a stage
 NUM_STAGES, CONSUMER_WARPS = 2, 8
-COPY, READ = 104, 120  # pixels that a tile takes, to no scale
+COPY, READ = 104, 120  # width of a tile in pixels, not to scale
 PARITY_COLORS = (TINTS[1], TINTS[3])
 
 
@@ -54,7 +54,7 @@ def figures() -> dict[str, str]:
 
 
 def _wgmma_descriptor() -> str:
-    """Tiles of K and V as TMA writes them, and what the descriptor of one wgmma takes of them."""
+    """Tiles of K and V as TMA writes them, and what the descriptor of one wgmma selects."""
     drawing = Drawing(914)
     k, v = k_major(KEYS, STEP), mn_major(KEYS, STEP)
 
@@ -87,7 +87,7 @@ def _wgmma_descriptor() -> str:
 
 
 def _tile(drawing: Drawing, y: float, operand: Descriptor, size: int, shown: range) -> None:
-    """Two panels, a line a row that is shown and one for those before and after."""
+    """Two panels: a line for each row in `shown`, and one each for the rows before and after."""
     read = {operand.element(i, k) for i, k in product(range(size), range(16))}
     chunk_at = {
         in_tile(KEYS, row, column): column % PANEL // CHUNK
@@ -177,7 +177,7 @@ def _pair(lane: int, tile: int, lower: int) -> list[tuple[int, int]]:
 
 
 def _warpgroup(drawing: Drawing, x: float, y: float) -> None:
-    """A box for each 8 rows and columns, coloured as the registers that hold them."""
+    """A box for each 8 x 8 elements, coloured by the registers that hold them."""
     drawing.text(44, 22, f"S [64, {KEYS}] of a warpgroup", TITLE, bold=True)
     drawing.text(44, 44, "8 columns in s_acc[n], lane = 4 (row % 8) + column % 8 / 2", color=MUTED)
     drawing.text(x - 8, y - 9, "n", SMALL, MUTED, anchor="end")

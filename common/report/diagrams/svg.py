@@ -1,4 +1,4 @@
-"""SVG text from boxes, lines, words and matrices: the same calls, the same bytes."""
+"""SVG text from boxes, lines, text and matrices: the same calls give the same bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BANK_COLORS = (
     "#dcb8de",
     "#d9c3b0",
 )
-LANE = 5  # the lane that is followed
+LANE = 5  # the lane whose registers are shown
 
 Element = tuple[int, int]  # row, column
 
@@ -64,7 +64,7 @@ class Drawing:
         anchor: str = "start",
         bold: bool = False,
     ) -> None:
-        """A line whose middle is at y."""
+        """A line of text centred vertically on y."""
         weight = ' font-weight="bold"' if bold else ""
         self._parts.append(
             f'<text x="{x:g}" y="{y + 0.36 * size:g}" font-size="{size}" fill="{color}" '
@@ -72,7 +72,7 @@ class Drawing:
         )
 
     def cell(self, x: float, y: float, width: float, height: float, fill: str, text: str) -> None:
-        """A box with a line of text in its middle."""
+        """A box with a centred line of text."""
         self.box(x, y, width, height, fill)
         self.text(x + width / 2, y + height / 2, text, SMALL, anchor="middle")
 
@@ -91,7 +91,7 @@ class Drawing:
 
 
 class Matrix:
-    """A matrix in a drawing, with a box for each two neighbours that one lane holds."""
+    """A matrix in a drawing, with a box for each pair of neighbours that one lane holds."""
 
     def __init__(
         self, drawing: Drawing, x: float, y: float, cell_width: float, cell_height: float
@@ -114,13 +114,13 @@ class Matrix:
             self._drawing.text(x + width / 2, middle, line, SMALL, anchor="middle", **style)
 
     def rows(self, count: int, first: int = 0) -> None:
-        """Numbers at the left."""
+        """Row numbers at the left."""
         for row in range(count):
             y = self._y + (row + 0.5) * self._cell_height
             self._drawing.text(self._x - 6, y, f"{first + row}", SMALL, MUTED, anchor="end")
 
     def columns(self, count: int, first: int = 0) -> None:
-        """Numbers above."""
+        """Column numbers above."""
         for column in range(count):
             x = self._x + (column + 0.5) * self._cell_width
             self._drawing.text(x, self._y - 9, f"{first + column}", SMALL, MUTED, anchor="middle")
@@ -134,7 +134,7 @@ def register_table(
     titles: tuple[str, str],
     rows: Iterable[tuple[str, Sequence[str], str]],
 ) -> None:
-    """A line a pair that lane LANE holds: a name, the two elements, a note."""
+    """A line for each pair that lane LANE holds: a name, the two elements, a note."""
     for half, title in enumerate(titles):
         left = x + name_width + 62 * half
         drawing.text(left + 31, y, title, SMALL, MUTED, anchor="middle")
