@@ -13,7 +13,7 @@ from verify.check import check_steps
 from .bench.ncu import collect
 from .bench.static_analysis import count_bank_conflicts, static_path, static_record
 from .bench.timeline import timeline_patch, timeline_record
-from .catalog import all_steps, find_step, steps_to_run
+from .catalog import all_steps, find_step, require_well_formed, steps_to_run
 from .errors import UsageError
 from .problem import COUNTED
 from .record_schema import EXPERIMENT_RECORD, RECORD
@@ -84,6 +84,12 @@ def _why_not_timed(step: Step) -> str | None:
 
 
 def _report_regenerated() -> None:
+    """Regenerates tables, numbers and plots; a malformed step is no reason to fail here."""
+    try:
+        require_well_formed()
+    except UsageError as error:
+        print(f"warning: tables and plots stay as they are: {error}", file=sys.stderr)
+        return
     for name in regenerate():
         print(f"regenerated {name}")
 

@@ -33,7 +33,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes; bytes of shared memory are a block's, the others a thread's."""
+    """A kernel's resources: shared memory in bytes per block, the others per thread."""
 
     registers: int
     static_smem: int
@@ -191,7 +191,7 @@ def _first_error(said: str) -> str:
 
 
 def cubin_flags(spec: Specialization, arch: str) -> list[str]:
-    """What nvcc is told for one architecture, e.g. "sm_90"."""
+    """nvcc's flags for one architecture, e.g. "sm_90"."""
     return [
         "-cubin",
         "-std=c++20",
@@ -216,7 +216,7 @@ def build_cubin(step: Step, spec: Specialization, arch: str) -> Build:
 
 
 def parse_resources(log: str) -> dict[str, Resources]:
-    """ptxas -v's report, by kernel; dynamic shared memory is not known to it and left 0."""
+    """Each kernel's resources from ptxas -v, which does not know dynamic shared memory: 0 here."""
     resources = {}
     for report in re.split(r"Compiling entry function '", log)[1:]:
         name = report[: report.index("'")]

@@ -1,10 +1,10 @@
-"""The calls of the CUDA driver that PyCUDA does not have, by cuda-bindings."""
+"""The CUDA driver's functions that PyCUDA lacks, through cuda-bindings."""
 
 from __future__ import annotations
 
 from ..errors import UsageError
 
-MIN_VERSION = 12040  # of CUDA, 12.4: cuKernelGetParamInfo
+MIN_VERSION = 12040  # CUDA 12.4, the first to have cuKernelGetParamInfo
 
 
 def bindings():
@@ -23,7 +23,10 @@ def bindings():
 
 
 def call(name: str, *arguments):
-    """What the call gives beside its status. Raises RuntimeError with the name of a failure."""
+    """Calls a function of the driver and returns its results without the status.
+
+    Raises RuntimeError with the name of the status where that is not success.
+    """
     driver = bindings()
     status, *result = getattr(driver, name)(*arguments)
     if status != driver.CUresult.CUDA_SUCCESS:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from common import attention, catalog
+from common import attention, catalog, commands
 from common.__main__ import main
 from common.catalog import all_steps, find_step, require_well_formed, step_before, steps_to_run
 from common.errors import UsageError
+from common.report.markdown import regenerate
 from common.runtime.backend import DTYPE_NAMES
 from common.source import ROOT
 from common.step import ARCHITECTURES, DTYPES, read_step
@@ -93,6 +96,17 @@ def test_check_of_a_malformed_file_is_one_clear_line(folder, capsys):
         assert "v03_online_softmax.cu: the first line must read" in line
 
 
+def test_the_worklog_loses_no_row_to_a_malformed_file(folder, capsys):
+    (folder / "v03_online_softmax.cu").write_text("int x;\n")
+    before = (ROOT / "README.md").read_bytes()
+    commands._report_regenerated()  # after another step has been measured
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: tables and plots stay as they are: ")
+    with pytest.raises(UsageError, match=r"v03_online_softmax.cu: the first line must read"):
+        regenerate()
+    assert (ROOT / "README.md").read_bytes() == before
+
+
 def test_lint_reports_every_malformed_file(folder, capsys):
     assert main(["lint"]) == 0
     catalog._catalog.cache_clear()
@@ -142,6 +156,37 @@ def test_the_step_before(folder):
     assert before["v02"].name == "v01"
     assert before["v04"] is None  # not v02: what v04 gains over that is not one step's
     assert before["v10"].name == "v09"
+
+
+TWO_LADDERS = """
+import sys
+from pathlib import Path
+from common import step
+step.LETTERS = "vb"
+from common import catalog
+catalog.STEPS_DIR = Path(sys.argv[1])
+print([s.name for s in catalog.all_steps()])
+print([catalog.find_step(name).name for name in ("2", "02", "v02", "b02", "b2", "steps/b01")])
+print([catalog.step_before(s) and catalog.step_before(s).name for s in catalog.all_steps()])
+"""
+
+
+def test_two_ladders(tmp_path):
+    """A number alone means the forward step; a step is compared with one of its own ladder."""
+    for name in ("b01", "b02", "v01", "v02"):
+        write(tmp_path, LIMITS).rename(tmp_path / f"{name}_x.cu")
+        replace(tmp_path / f"{name}_x.cu", "v99", name)
+    told = subprocess.run(
+        [sys.executable, "-c", TWO_LADDERS, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert told.stdout.splitlines() == [
+        "['v01', 'v02', 'b01', 'b02']",
+        "['v02', 'v02', 'v02', 'b02', 'b02', 'b01']",
+        "[None, 'v01', None, 'b01']",
+    ], told.stderr
 
 
 def write(tmp_path, limits: str):

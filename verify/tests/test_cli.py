@@ -146,7 +146,7 @@ def complaint(capsys: pytest.CaptureFixture, *arguments: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("command", ["step", "profile"])
+@pytest.mark.parametrize("command", ["step", "profile", "launch"])
 @pytest.mark.parametrize("name", ["99", "v4x", "steps/none.cu", "none.patch"])
 def test_unknown_step_is_one_clear_line(capsys, command, name):
     assert complaint(capsys, command, name).startswith("error: no ")
@@ -188,6 +188,15 @@ def test_bench_without_a_gpu_is_one_clear_line(capsys, monkeypatch, options):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     told = complaint(capsys, "bench", *options)
     assert told == "error: nothing can be timed: there is no CUDA device"
+
+
+def test_launch_without_a_gpu_is_one_clear_line(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert complaint(capsys, "launch", "v01").startswith("error: no CUDA device")
+
+
+def test_no_step_is_measured_where_one_is_unknown(capsys):
+    assert complaint(capsys, "step", "1", "99").startswith("error: no step '99'")
 
 
 def test_grid_of_experiments_is_one_clear_line(capsys):
