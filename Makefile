@@ -49,7 +49,7 @@ endif
 .venv/.ready .venv/.ready-gpu:
 	@python3 -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 14) or sys.exit( \
 	    "error: python3 is Python %d.%d: put one of 3.10 to 3.13 first on PATH" % v[:2])'
-	@echo 'Making .venv from $(REQUIREMENTS): pip downloads up to 3 GB, most of it torch'
+	@echo 'Making .venv from $(strip $(REQUIREMENTS)): pip downloads up to 3 GB, most of it torch'
 	@echo 'with its CUDA libraries (a CPU build: 0.3 GB)$(if $(GPU), and compiles PyCUDA for some minutes). This is done once.'
 	rm -f .venv/.ready*
 	python3 -m venv .venv
