@@ -362,8 +362,9 @@ CASES = (
     # A query in every row of the block, and enough tiles for their places to be filled again.
     Case("wide_tiles", Shape(1, 4, 2, 192, 400, 64), BF16),
     Case("long_fp32", Shape(1, 1, 1, 20, 1100, 64), FP32),
-    # More keys than 16 bits with a sign count.
-    Case("long_32k", Shape(1, 1, 1, 1, 33000, 8), BF16, causal=True),
+    # More keys, and more queries, than 16 bits with a sign count.
+    Case("queries_33000", Shape(1, 1, 1, 33000, 3, 16), FP16),
+    Case("keys_33000", Shape(1, 1, 1, 1, 33000, 8), BF16, causal=True),
     # Causal: equal lengths, fewer queries than keys, more (the first rows see no key).
     Case("causal", Shape(1, 2, 2, 256, 256, 64), BF16, causal=True),
     Case("causal_ragged", Shape(2, 1, 1, 197, 197, 128), BF16, causal=True),
@@ -374,6 +375,8 @@ CASES = (
     Case("causal_one_key", Shape(1, 2, 2, 133, 1, 128), BF16, causal=True),
     # A warp's first query, whether it has 16, 32 or 64, sees all keys of a tile but the last.
     Case("causal_one_less", Shape(1, 1, 1, 129, 127, 64), BF16, causal=True),
+    # The last query of a block, and of a warp, sees one key of its last tile.
+    Case("causal_one_more", Shape(1, 1, 1, 256, 257, 64), BF16, causal=True),
     Case("causal_wide_one_less", Shape(1, 1, 1, 257, 255, 128), BF16, causal=True),
     # Hopper's block in the middle ends with a tile, and is neither the first nor the last of those
     # that a persistent block computes.
@@ -534,15 +537,12 @@ _DRAWN = (
 def drawn_cases(seed: int) -> tuple[Case, ...]:
     """Small problems drawn from the seed, which no step can have been made for."""
     rng = random.Random(seed)
-
-    def length() -> int:
-        return round(2 ** rng.uniform(0, 8.6))  # 1 to 388
-
     cases = []
     for i, (head_dim, dtype, causal) in enumerate(_DRAWN):
         kv_heads = rng.randint(1, 3)
-        heads = kv_heads * rng.randint(1, 3)
-        shape = Shape(rng.randint(1, 2), heads, kv_heads, length(), length(), head_dim)
+        heads = kv_heads * rng.randint(1, 2)
+        lengths = rng.randint(1, 330), rng.randint(1, 330)
+        shape = Shape(rng.randint(1, 2), heads, kv_heads, *lengths, head_dim)
         layouts = tuple(rng.choice((contiguous, transposed, packed, padded)) for _ in "qkvo")
         inputs = rng.choice((normal, normal, large_logits, rising_logits))
         cases.append(Case(f"drawn_{i}", shape, dtype, causal, inputs, layouts))

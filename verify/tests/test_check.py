@@ -90,7 +90,7 @@ def write_after_first_row(o, lse):
 
 
 def move_every_other(ulps: int):
-    """As rounding towards zero (ulps -1) or away from it moves half of what is rounded."""
+    """Moves half of o by some ulps: -1 is what truncation does to it."""
 
     def spoil(o, lse):
         o.view(torch.int16)[..., ::2] += ulps
