@@ -367,7 +367,7 @@ CASES = (
     Case("keys_33000", Shape(1, 1, 1, 1, 33000, 8), BF16, causal=True),
     # Causal: equal lengths, fewer queries than keys, more (the first rows see no key).
     Case("causal", Shape(1, 2, 2, 256, 256, 64), BF16, causal=True),
-    Case("causal_ragged", Shape(2, 1, 1, 197, 197, 128), BF16, causal=True),
+    Case("causal_ragged", Shape(3, 1, 1, 197, 197, 128), BF16, causal=True),
     Case("causal_short_q", Shape(1, 2, 1, 135, 350, 128), FP16, causal=True),
     Case("causal_short_k", Shape(1, 2, 2, 350, 135, 64), BF16, causal=True),
     Case("causal_short_k_fp32", Shape(1, 1, 1, 183, 19, 64), FP32, causal=True),
@@ -386,7 +386,7 @@ CASES = (
     Case(
         "gqa_causal_padded", Shape(2, 4, 1, 141, 157, 128), BF16, causal=True, layouts=(padded,) * 4
     ),
-    Case("gqa_transposed", Shape(2, 6, 2, 39, 50, 64), BF16, layouts=(transposed,) * 4),
+    Case("gqa_transposed", Shape(3, 6, 2, 39, 50, 64), BF16, layouts=(transposed,) * 4),
     Case("packed", Shape(2, 2, 2, 45, 45, 64), FP16, layouts=(packed,) * 4),
     Case(
         "each_its_own",
@@ -542,7 +542,7 @@ def drawn_cases(seed: int) -> tuple[Case, ...]:
         kv_heads = rng.randint(1, 3)
         heads = kv_heads * rng.randint(1, 2)
         lengths = rng.randint(1, 330), rng.randint(1, 330)
-        shape = Shape(rng.randint(1, 2), heads, kv_heads, *lengths, head_dim)
+        shape = Shape(rng.randint(1, 3), heads, kv_heads, *lengths, head_dim)
         layouts = tuple(rng.choice((contiguous, transposed, packed, padded)) for _ in "qkvo")
         inputs = rng.choice((normal, normal, large_logits, rising_logits))
         cases.append(Case(f"drawn_{i}", shape, dtype, causal, inputs, layouts))
