@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.runtime import cpu
 from common.runtime.cpu import CpuBackend
 from common.step import Step
 from verify.tests.small_kernels import (
@@ -31,6 +30,8 @@ BODY = """
     const int row = {row};
     for (int tile = 0; tile < 2; ++tile)
         store_uint4(p.o + (64 * tile + row) * VEC, load_uint4(smem.tiles[tile][row]));
+    cp_async_commit_group();
+    cp_async_wait_group<0>();  // a thread must not exit with a copy in flight
 """
 COMMIT = "cp_async_commit_group();"
 WAIT = "cp_async_wait_group<{}>();".format
@@ -161,24 +162,33 @@ def test_zero_fill_reads_nothing(tmp_path):
     assert (lse[512:] == 0).all()
 
 
-def test_copies_end_with_their_block(tmp_path, monkeypatch):
-    """A copy that a block has left in flight does not land in the next one."""
-    monkeypatch.setattr(cpu, "_num_cores", lambda: 1)
+def test_threads_run_far_ahead_of_one_that_has_started_a_copy(tmp_path):
+    """Some seeds let warp 1 finish its rounds first; others let warp 0 go on at once."""
     step = write_step(
         tmp_path,
-        "leave",
+        "ahead",
         """
-    cp_async_commit_group();
-    cp_async_wait_group<0>();
-    p.lse[64 * block + t] = to_float(smem.tiles[0][t][0]);
-    cp_async_cg(smem.tiles[0][t], p.q, true);
+    if (block) return;
+    if (t == 0) smem.rounds = 0;
+    __syncthreads();
+    if (t < 32) {
+        cp_async_cg(smem.tile[t], p.q, true);
+        if (t == 0) p.lse[0] = smem.rounds;
+        cp_async_commit_group();
+        cp_async_wait_group<0>();
+    } else {
+        for (int i = 0; i < 50; ++i) {
+            __syncwarp();
+            if (t == 32) ++smem.rounds;
+        }
+    }
 """,
         threads=64,
         globals_=INCLUDE,
-        layout=TILES,
+        layout="Element tile[32][VEC]; int rounds;",
     )
-    _, lse = run(step, CpuBackend(), Q, num_lse=64 * 16)
-    assert lse.isnan().all()
+    rounds = {run(step, CpuBackend(seed), Q)[1].item() for seed in range(20)}
+    assert {0, 50} <= rounds
 
 
 # q and shared memory are 2048 bytes each.
@@ -214,6 +224,22 @@ FAULTS = [
         "source_null",
         "cp_async_cg(smem.tiles[0][t], nullptr, true);",
         "out-of-bounds read .*: through a null pointer",
+    ),
+    Fault(
+        "exit_in_flight",
+        "cp_async_cg(smem.tiles[0][t], p.q, true); cp_async_commit_group();",
+        r"exit with a copy in flight .*, thread \d+: cp_async_cg @ may land in shared memory after",
+    ),
+    Fault(
+        "exit_with_zeros_in_flight",
+        "if (t == 5) cp_async_cg(smem.tiles[0][t], nullptr, false);",
+        r"exit with a copy in flight .*, thread 5: cp_async_cg @",
+    ),
+    Fault(
+        "exit_with_the_last_group_in_flight",
+        "for (int i = 0; i < 2; ++i) {\ncp_async_cg(smem.tiles[i][t], p.q, true);"
+        "cp_async_commit_group(); } cp_async_wait_group<1>();",
+        r"exit with a copy in flight .*: cp_async_cg \(faults.cu:\d+\)",
     ),
     Fault(
         "misaligned_uint4",

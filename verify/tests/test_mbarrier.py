@@ -90,21 +90,88 @@ def test_a_wrong_wait_is_found(tmp_path, wrong):
 
 
 def test_a_wait_returns_false_at_times(tmp_path):
-    """Also where the phase has completed: before a barrier's phase 0 is one of parity 1."""
+    """Also where the phase has completed: before a barrier's phase 0 is one of parity 1. The lanes
+    of a warp fail together, in whatever order they come, warps do not; and in one of two runs each
+    first attempt fails."""
     body = """
     if (block) return;
     if (t == 0) mbarrier_init(smem.barriers[0], 1);
     __syncthreads();
-    for (int i = 0; i < 16; ++i)
-        p.lse[16 * t + i] = mbarrier_try_wait_parity(smem.barriers[0], 1);
+    for (int i = 0; i < 64; ++i)
+        p.lse[64 * t + i] = mbarrier_try_wait_parity(smem.barriers[0], 1);
 """
-    step = write(tmp_path, body)
-    _, first = run(step, CpuBackend(0), num_lse=16 * 48)
-    _, again = run(step, CpuBackend(0), num_lse=16 * 48)
-    _, other = run(step, CpuBackend(2), num_lse=16 * 48)
-    assert 0.6 < first.mean() < 0.9
-    assert torch.equal(first, again)
+    step = write(tmp_path, body, threads=128)
+
+    def returned(seed: int) -> torch.Tensor:
+        """[warps, 64]"""
+        _, lse = run(step, CpuBackend(seed), num_lse=64 * 128)
+        lanes = lse.view(4, 32, 64)
+        assert (lanes == lanes[:, :1]).all()
+        return lanes[:, 0]
+
+    first, odd, other = returned(0), returned(1), returned(2)
+    for result in (first, odd, other):
+        assert 0.6 < result.mean() < 0.9
+    assert torch.equal(first, returned(0))
     assert not torch.equal(first, other)
+    assert not torch.equal(first[0], first[1])
+    assert (first[:, 0] != odd[:, 0]).all()
+
+
+def test_a_warp_that_waits_once_is_found(tmp_path):
+    """The collective after the wait does not hide that some lanes have not waited."""
+    body = """
+    if (block) return;
+    if (t == 0) mbarrier_init(smem.barriers[0], 1);
+    __syncthreads();
+    if (t < 32) {
+        WAIT
+        p.lse[t] = __shfl_xor_sync(0xffffffff, smem.word, 1);
+    } else if (t == 32) {
+        smem.word = 5;
+        mbarrier_arrive(smem.barriers[0]);
+    }
+"""
+
+    def right(step: Step, seed: int) -> bool:
+        return (run(step, CpuBackend(seed), num_lse=32)[1] == 5).all()
+
+    step = write(tmp_path, body.replace("WAIT", "wait(smem.barriers[0], 0);"))
+    assert all(right(step, seed) for seed in range(8))
+    once = body.replace("WAIT", "mbarrier_try_wait_parity(smem.barriers[0], 0);")
+    (tmp_path / "once").mkdir()
+    step = write(tmp_path / "once", once)
+    found = [not right(step, seed) for seed in range(8)]
+    assert 2 <= sum(found) <= 4  # it fails in one of two runs, where warp 1 often comes first
+
+
+READ_AFTER_ARRIVE = """
+    if (block) return;
+    if (t == 0) {
+        mbarrier_init(smem.barriers[0], 1);
+        mbarrier_init(smem.barriers[1], 1);
+    }
+    __syncthreads();
+    for (int round = 0; round < 9; ++round) {
+        if (t == 0) {
+            wait(smem.barriers[1], (round + 1) % 2);
+            smem.word = round;
+            mbarrier_arrive(smem.barriers[0]);
+        } else if (t == 32) {
+            wait(smem.barriers[0], round % 2);
+            BODY
+        }
+    }
+"""
+READ, ARRIVE = "p.lse[round] = smem.word;", "mbarrier_arrive(smem.barriers[1]);"
+
+
+@pytest.mark.parametrize("body", [READ + ARRIVE, ARRIVE + READ], ids=["read first", "arrive first"])
+def test_what_is_read_after_an_arrive_may_be_overwritten(tmp_path, body):
+    step = write(tmp_path, READ_AFTER_ARRIVE.replace("BODY", body))
+    results = [run(step, CpuBackend(seed), num_lse=ROUNDS)[1] for seed in range(4)]
+    right = [torch.equal(lse, torch.arange(float(ROUNDS))) for lse in results]
+    assert all(right) if body == READ + ARRIVE else not any(right)
 
 
 def test_a_wait_that_is_overtaken_waits_on(tmp_path):

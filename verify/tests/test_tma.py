@@ -240,7 +240,8 @@ def test_a_load_is_poison_until_it_lands(tmp_path):
     for seed in range(8):
         _, lse = run(step, CpuBackend(seed), Q, num_lse=1536)
         issued, later, waited = lse.view(3, 4, 128)
-        assert issued[:, ::32].isnan().all()
+        first, expected = issued[:, ::32], Q.view(4, 128)[:, ::32].float()
+        assert (first.isnan() | (first == expected)).all()
         assert torch.equal(waited.flatten(), Q.flatten().float())
         landed = [not tile.isnan().any() for tile in later]
         kinds.add("late" if not any(landed) else "early")

@@ -44,6 +44,28 @@ def test_a_barrier_of_some_warps(tmp_path, barrier):
     assert all((lse == 0).all() for lse in results) == bool(barrier)
 
 
+@pytest.mark.parametrize("arrive_first", [False, True])
+def test_what_is_read_after_an_arrive_may_be_overwritten(tmp_path, arrive_first):
+    """Warp 1 reads what warp 0 has written, and lets it write the next number."""
+    read, arrive = "p.lse[32 * i + t % 32] = smem.x[t % 32];", "if (i < 8) bar_arrive(2, 64);"
+    body = f"""
+    for (int i = 0; i < 9; ++i) {{
+        if (t < 32) {{
+            if (i) bar_sync(2, 64);
+            smem.x[t] = i;
+            bar_arrive(1, 64);
+        }} else {{
+            bar_sync(1, 64);
+            {arrive + read if arrive_first else read + arrive}
+        }}
+    }}
+"""
+    results = run_little(tmp_path, body, threads=64, num_lse=9 * 32)
+    expected = torch.arange(9.0).repeat_interleave(32)
+    right = [torch.equal(lse, expected) for lse in results]
+    assert not any(right) if arrive_first else all(right)
+
+
 @pytest.mark.parametrize("full", ["bar_sync(3, 64);", "bar_arrive(3, 64);"])
 def test_who_arrives_does_not_wait(tmp_path, full):
     """Warp 0 fills, warp 1 empties; each arrives at the barrier that the other one waits for."""

@@ -7,12 +7,16 @@ namespace simt {
 // From here to the wait the destination may hold the old or the new elements, which is good for
 // neither: it is poisoned. The source is read when the copy lands; that it can be is tried now.
 void start_copy(void* to_shared, const void* from_global, bool valid, Site site) {
-    Thread& self = Worker::current()->self();
+    Worker& worker = *Worker::current();
+    Thread& self = worker.self();
     shared_access(to_shared, 16, "cp_async_cg", site);
     require_aligned(from_global, 16, "cp_async_cg", site);
     memset(to_shared, POISON, 16);
     if (valid) *static_cast<const volatile char*>(from_global);
-    self.copies.push_back({to_shared, valid ? from_global : nullptr, self.num_copy_groups});
+    const bool first_of_group =
+        self.copies.empty() || self.copies.back().group != self.num_copy_groups;
+    self.copies.push_back({site, to_shared, valid ? from_global : nullptr, self.num_copy_groups});
+    if (first_of_group) worker.may_fall_behind(mix(site.line, self.num_copy_groups));
 }
 
 void land_copies(int pending) {

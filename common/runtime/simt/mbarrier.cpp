@@ -50,7 +50,9 @@ void arrive(const Mbarrier& barrier, int bytes, const char* operation, Site site
     }
     --state.pending;
     state.bytes += bytes;
+    const uint64_t key = mix(mix(site.line, state.offset), state.phase);
     end_phase(state, operation, site);
+    Worker::current()->may_fall_behind(key);
 }
 
 }  // namespace
@@ -132,11 +134,17 @@ bool mbarrier_try_wait_parity(Mbarrier& barrier, int parity, simt::Site site) {
             .add(" takes a parity of 0 or 1, not %d", parity)
             .fail();
     }
-    if (worker.once_in(4)) {
-        worker.make_runnable(worker.running_thread());
-        worker.yield();
+    // The lanes of a warp fail together: were failures drawn lane by lane, those that do wait would
+    // hold the others back at the warp's next collective. The first attempt fails in one of two
+    // runs, so that no wait without a loop passes both.
+    simt::Thread& self = worker.self();
+    const uint32_t phase = state.in_phase_of(parity) ? state.phase : state.phase - 1;
+    const uint64_t key = simt::mix(simt::mix(site.line, state.offset), phase);
+    self.wait_attempts = key == self.wait_key ? self.wait_attempts + 1 : 0;
+    self.wait_key = key;
+    if (self.wait_attempts == 0 ? worker.in_this_run(key)
+                                : worker.once_in_for_warp(4, simt::mix(key, self.wait_attempts)))
         return false;
-    }
     if (state.in_phase_of(parity)) {
         const simt::Operation operation = {.name = "mbarrier_try_wait_parity",
                                            .site = site,

@@ -11,6 +11,9 @@ inline uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
+// A number that depends on both.
+inline uint64_t mix(uint64_t x, uint64_t y) { return mix(mix(x) + y); }
+
 class Random {
   public:
     explicit Random(uint64_t seed) : state(seed) {}

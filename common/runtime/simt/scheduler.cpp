@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "cuda.h"
 #include "stall.h"
 
 namespace simt {
@@ -36,8 +35,9 @@ Worker::Worker(const Launch& launch)
 
 void Worker::run_block(uint32_t block) {
     blockIdx = {block, 0, 0};
-    random = Random(mix(launch.seed) + block);
-    copies_may_be_early = Random(~mix(block)).below(2) != launch.odd;
+    block_seed = mix(launch.seed, block);
+    random = Random(block_seed);
+    copies_may_be_early = mix(block) % 2 != launch.odd;
     one_warp_first = random.below(2);
     smem.poison();
     smem_async_view.begin_block();
@@ -48,7 +48,6 @@ void Worker::run_block(uint32_t block) {
     num_exited = 0;
     for (int i = 0; i < launch.num_threads; ++i) {
         threads[i].operation = {};
-        threads[i].copies.clear();
         make_runnable(i);
     }
     Fiber::switch_to(scheduler, next_thread());
@@ -73,6 +72,12 @@ void Worker::yield() {
     Fiber& self = threads[running].fiber;
     Fiber& next = next_thread();
     if (&next != &self) Fiber::switch_to(self, next);
+}
+
+void Worker::may_fall_behind(uint64_t key) {
+    if (!once_in_for_warp(4, key)) return;
+    behind.push_back(running);
+    yield();
 }
 
 void Worker::make_runnable(int thread) {
@@ -123,6 +128,15 @@ void Worker::exit_thread() {
                 ": %s (%s:%d) may not have read shared memory yet, which ends with the block: "
                 "call cp_async_bulk_commit_group, then cp_async_bulk_wait_group_read",
                 store.name, store.site.file_name(), store.site.line)
+            .fail();
+    }
+    if (!threads[running].copies.empty()) {
+        const AsyncCopy& copy = threads[running].copies[0];
+        fault("exit with a copy in flight")
+            .add(
+                ": cp_async_cg (%s:%d) may land in shared memory after the block has ended: call "
+                "cp_async_commit_group, then cp_async_wait_group<0>",
+                copy.site.file_name(), copy.site.line)
             .fail();
     }
     if (!wgmma().products.empty()) {
@@ -203,8 +217,15 @@ Fiber& Worker::next_thread() {
     if (copies_may_be_early && !loads.empty() && once_in(4)) land_load(loads.size());
     while (num_runnable == 0) {
         const size_t awaited = sort_loads();
-        if (awaited == 0) break;
-        land_load(awaited);
+        if (awaited == 0 && behind.empty()) break;
+        // Which of the two is later still is drawn.
+        if (behind.empty() || (awaited > 0 && once_in(2))) {
+            land_load(awaited);
+        } else {
+            std::swap(behind[random.below(behind.size())], behind.back());
+            make_runnable(behind.back());
+            behind.pop_back();
+        }
     }
     if (num_runnable == 0) {
         running = NO_THREAD;

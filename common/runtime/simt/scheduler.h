@@ -9,6 +9,7 @@
 
 #include "async_view.h"
 #include "banks.h"
+#include "cuda.h"
 #include "mbarrier_state.h"
 #include "memory.h"
 #include "random.h"
@@ -28,7 +29,7 @@ struct Launch {
     size_t smem_bytes;
     Flush smem_flush;
     uint64_t seed;
-    bool odd;  // of two runs of a check the second: what one draws for a block the other leaves out
+    bool odd;  // the second of a check's two runs: it does where drawn what the first leaves out
     bool count_banks;
 };
 
@@ -62,8 +63,23 @@ class Worker {
     // Whether the block's copies need not be as late as they may.
     bool may_copy_early() const { return copies_may_be_early; }
 
-    // Whether to do what may happen at any time, once in n.
+    // True once in n calls on average.
     bool once_in(int n) { return random.below(n) == 0; }
+
+    // True for one in n keys on average, whichever thread of a warp asks and whenever it does: for
+    // what befalls the lanes of a warp together.
+    bool once_in_for_warp(int n, uint64_t key) const {
+        return mix(block_seed + running / WARP_SIZE, key) % n == 0;
+    }
+
+    // True in exactly one of a check's two runs, for all lanes of the running warp alike.
+    bool in_this_run(uint64_t key) const {
+        return mix(mix(blockIdx.x, running / WARP_SIZE), key) % 2 != launch.odd;
+    }
+
+    // Once in a while lets the running thread, and the lanes of its warp that call this with the
+    // same key, go on only when no other thread can.
+    void may_fall_behind(uint64_t key);
 
     Thread& thread(int i) { return threads[i]; }
     int running_thread() const { return running; }
@@ -144,6 +160,8 @@ class Worker {
     bool copies_may_be_early = false;
     int running = NO_THREAD;
     int num_exited = 0;
+    std::vector<int> behind;  // threads that could go on but have fallen behind
+    uint64_t block_seed = 0;
     Random random;
     static inline constinit thread_local Worker* current_worker = nullptr;
 };

@@ -34,6 +34,7 @@ struct Operation {
 
 // A cp.async that has not landed: 16 bytes, zeros where there is nothing to copy from.
 struct AsyncCopy {
+    Site site;
     void* to;
     const void* from;
     uint64_t group;  // how many groups its thread had committed at its issue
@@ -57,6 +58,8 @@ struct Thread {
     State state;
     Operation operation;
     void* payload;  // what it brought to the collective; on its stack, so valid while it waits
+    uint64_t wait_key = 0;          // of its last mbarrier_try_wait_parity: place, mbarrier, phase
+    uint64_t wait_attempts = 0;     // that it has made with this key before
     std::vector<AsyncCopy> copies;  // the block's, in the order of their issue
     uint64_t num_copy_groups = 0;   // committed so far
     std::vector<BulkCopy> stores;   // the block's, in the order of their issue

@@ -142,16 +142,20 @@ void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mb
         state.name(report);
         report.fail();
     }
+    const std::byte* smem = worker.shared_memory().data;
     memset(box.in_shared, POISON, box_bytes(box));
-    worker.async_view().update(box.in_shared - worker.shared_memory().data, box_bytes(box));
+    worker.async_view().update(box.in_shared - smem, box_bytes(box));
     worker.start_load({LOAD, site, 0, int(state.offset), box, land_load});
+    worker.may_fall_behind(mix(mix(site.line, box.in_shared - smem), state.phase));
 }
 
 void start_store(const TensorMap& map, const int (&first)[4], const void* from_shared, Site site) {
-    Thread& self = Worker::current()->self();
+    Worker& worker = *Worker::current();
+    Thread& self = worker.self();
     const TensorBox box = tensor_box(map, first, from_shared, true, {STORE, site});
     read_box(box, site);  // might be now
     self.stores.push_back({STORE, site, self.num_store_groups, -1, box, land_store});
+    worker.may_fall_behind(mix(site.line, self.num_store_groups));
 }
 
 void read_stores(int pending) {

@@ -134,5 +134,6 @@ void bar_sync(int id, int num_threads, simt::Site site) {
 }
 
 void bar_arrive(int id, int num_threads, simt::Site site) {
-    simt::arrive("bar_arrive", id, num_threads, site);
+    const simt::Arrival arrival = simt::arrive("bar_arrive", id, num_threads, site);
+    simt::Worker::current()->may_fall_behind(simt::mix(simt::mix(site.line, id), arrival.round));
 }
