@@ -98,9 +98,9 @@ packages:
 step: $(READY)  ## N=4, N="4 5": build and check these steps, time them if there is a GPU, regenerate their rows
 	$(PY) -m common step $(N)
 
-check: $(READY)  ## all steps on all cases; STEPS="v01 v03" CASES=ragged,gqa SEED=1 SANITIZE=1 BACKEND=cpu
+check: $(READY)  ## all steps on all cases; STEPS="v01 v03" CASES=ragged,gqa SEED=1 SANITIZE=1 BACKEND=cpu TIME_LIMIT=20
 	$(PY) verify/check.py $(strip $(STEPS) $(if $(CASES),--cases '$(CASES)') $(if $(SEED),--seed $(SEED)) \
-	    $(if $(BACKEND),--backend $(BACKEND)) $(if $(SANITIZE),--sanitize))
+	    $(if $(BACKEND),--backend $(BACKEND)) $(if $(SANITIZE),--sanitize) $(if $(TIME_LIMIT),--time-limit $(TIME_LIMIT)))
 
 bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the experiments; GRID=1: more shapes; LATENCY=1: small calls
 	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments) $(if $(GRID),--grid) $(if $(LATENCY),--latency)

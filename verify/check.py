@@ -161,7 +161,9 @@ def launch(
     return outputs, errors
 
 
-def make_runs(backend_name: str, seed: int, sanitize: bool) -> list[Runs]:
+def make_runs(
+    backend_name: str, seed: int, sanitize: bool, time_limit_s: int | None = None
+) -> list[Runs]:
     """The runs of a check on each backend of that name, the preferred first.
 
     On the GPU the same launch twice; on the CPU two seeds, so that the threads run in two different
@@ -176,7 +178,8 @@ def make_runs(backend_name: str, seed: int, sanitize: bool) -> list[Runs]:
         choices.append(Runs((gpu, gpu), _with_other_multiprocessors(others)))
     if backend_name != "gpu":
         first, second, *others = (
-            CpuBackend(seed + i, sanitize) for i in range(2 + len(OTHER_MULTIPROCESSORS))
+            CpuBackend(seed + i, sanitize, time_limit_s)
+            for i in range(2 + len(OTHER_MULTIPROCESSORS))
         )
         second.calls = 2
         choices.append(Runs((first, second), _with_other_multiprocessors(others)))
@@ -325,18 +328,19 @@ def check_steps(
     seed: int = 0,
     case_names: Sequence[str] | None = None,
     sanitize: bool = False,
+    time_limit_s: int | None = None,
 ) -> bool:
     """Builds and checks steps, prints a line a case; whether all pass, each in at least one case.
 
     backend_name is "auto" (the GPU where there is one that can run the step), "gpu" or "cpu";
     case_names None means all cases that the backend has time for; sanitize builds for the CPU with
-    AddressSanitizer and UndefinedBehaviorSanitizer. Raises UsageError for an unknown case, a
-    missing compiler or a missing backend.
+    AddressSanitizer and UndefinedBehaviorSanitizer; time_limit_s is that of a launch on the CPU.
+    Raises UsageError for an unknown case, a missing compiler or a missing backend.
     """
     start = time.monotonic()
     cases = all_cases(seed) if case_names is None else find_cases(case_names, seed)
     plan = []
-    choices = make_runs(backend_name, seed, sanitize)
+    choices = make_runs(backend_name, seed, sanitize, time_limit_s)
     for step in steps:
         own = [case for case in cases if case.operation == step.operation]
         runs = next((runs for runs in choices if can_run(step, own, runs.backend)), choices[0])
@@ -362,7 +366,12 @@ def _main(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of inputs and thread order")
     parser.add_argument("--cases", metavar="NAME[,NAME...]", help="default: all; or spaces between")
     parser.add_argument("--sanitize", action="store_true", help="CPU build with ASan and UBSan")
+    parser.add_argument(
+        "--time-limit", type=int, metavar="SECONDS", help="of a launch on the CPU; default: by size"
+    )
     options = parser.parse_args(arguments)
+    if options.time_limit is not None and options.time_limit < 1:
+        raise UsageError(f"--time-limit takes 1 or more seconds, not {options.time_limit}")
     if options.sanitize and options.backend == "gpu":
         raise UsageError("--sanitize is for the CPU build; on a GPU run compute-sanitizer")
     torch.set_num_threads(1)  # the oracle's matrices are small: threads wait more than they compute
@@ -372,6 +381,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         options.seed,
         re.findall(r"[^\s,]+", options.cases) if options.cases is not None else None,
         options.sanitize,
+        options.time_limit,
     )
     return 0 if good else 1
 

@@ -11,9 +11,11 @@ import ctypes
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,6 +51,8 @@ COMMON_FLAGS = (
     "-std=c++20",
     "-pthread",
     "-rdynamic",  # kernels are looked up by name
+    "-g1",  # a report names the line of an access that traps, for which
+    "-fno-omit-frame-pointer",  # the runtime walks up the stack
     "-fno-math-errno",
     "-fno-strict-aliasing",  # device compilers allow a tile of floats to be read as float4
     "-ftrivial-auto-var-init=pattern",  # a variable never initialised is not the 0 of fresh memory
@@ -56,14 +60,18 @@ COMMON_FLAGS = (
 )
 STEP_FLAGS = ("-O1",)  # it runs a few times only: most of a check's time is the compiler's
 RUNTIME_FLAGS = ("-O2", "-c")
-SANITIZED_FLAGS = ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZED_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 FAULT_EXIT_CODE = 65  # of common/runtime/simt/report.h
+PROGRESS = "still computing"  # likewise
 POISON = -1  # all bits set, as in common/runtime/simt/memory.h: NaN in every dtype
 MULTIPROCESSORS = 2  # few, so that blocks that stay have much to do; with an odd seed one more
 MAX_WORKERS = 16  # each has a stack for every thread of a block
 MIN_TIME_LIMIT_S = 60
 MULTIPLY_ADDS_PER_S = 1e6  # far below what the slowest step does, sanitized, on one core
+
+# Where in the program something happened: addresses, the innermost call first.
+_CODE = re.compile(r"<code((?: 0x[0-9a-f]+)*)>")
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -128,7 +136,8 @@ class CpuBackend:
     """Runs steps on CPU tensors. Implements common.runtime.backend.Backend.
 
     The seed orders blocks and threads, and its parity chooses which end of each buffer touches a
-    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer. A persistent
+    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer. Launches that
+    take longer than time_limit_s fail; None is a limit that only endless loops reach. A persistent
     step launches blocks for `multiprocessors`; of `calls` in one program the last one's outputs are
     returned. Both may be set.
     """
@@ -136,9 +145,12 @@ class CpuBackend:
     name = "cpu"
     device = torch.device("cpu")
 
-    def __init__(self, seed: int = 0, sanitize: bool = False) -> None:
+    def __init__(
+        self, seed: int = 0, sanitize: bool = False, time_limit_s: int | None = None
+    ) -> None:
         self.seed = seed
         self.sanitize = sanitize
+        self.time_limit_s = time_limit_s
         self.multiprocessors = MULTIPROCESSORS + seed % 2
         self.calls = 1
 
@@ -241,7 +253,7 @@ class CpuBackend:
         request = _Request(
             seed=self.seed,
             workers=_num_cores(),
-            time_limit_s=self.calls * _time_limit_s(tensors),
+            time_limit_s=self.time_limit_s or self.calls * _time_limit_s(tensors),
             count_banks=count_banks,
             calls=self.calls,
             buffers=(_BufferRequest * 16)(*buffers),
@@ -299,9 +311,32 @@ def _read_descriptor(operation: Operation, program: Path) -> LaunchDescriptor:
 
 
 def _run(step: Step, spec: Specialization, program: Path, request: bytes) -> bytes:
-    """The answer to a request. Raises SimtError with the report where there is one instead."""
-    run = subprocess.run([program, "run"], input=request, capture_output=True)
-    messages = run.stderr.decode(errors="replace").strip()
+    """The answer to a request. Raises SimtError with the report where there is one instead.
+
+    Passes on at once what the program says of its progress.
+    """
+    lines: list[str] = []
+
+    def read(stderr: int) -> None:
+        with open(stderr, encoding="utf-8", errors="replace") as messages:
+            for line in messages:
+                if line.startswith(PROGRESS):
+                    text = f"{step.name} ({spec}): {_name_lines(line, step, program)}"
+                    print(text, end="", file=sys.stderr, flush=True)
+                else:
+                    lines.append(line)
+
+    stderr, its_stderr = os.pipe()
+    reader = threading.Thread(target=read, args=(stderr,))
+    reader.start()
+    try:
+        run = subprocess.run(
+            [program, "run"], input=request, stdout=subprocess.PIPE, stderr=its_stderr
+        )
+    finally:
+        os.close(its_stderr)
+        reader.join()
+    messages = "".join(lines).strip()
     if run.returncode == 0:
         if messages:  # what a kernel printed
             print(messages, file=sys.stderr)
@@ -310,7 +345,25 @@ def _run(step: Step, spec: Specialization, program: Path, request: bytes) -> byt
         messages = f"the program was ended by {signal.Signals(-run.returncode).name}\n{messages}"
     elif run.returncode != FAULT_EXIT_CODE:
         messages = _shorten_sanitizer_report(messages)
-    raise SimtError(f"{step.name} ({spec}): {messages}")
+    raise SimtError(f"{step.name} ({spec}): {_name_lines(messages, step, program)}")
+
+
+def _name_lines(text: str, step: Step, program: Path) -> str:
+    """Replaces addresses in the program by a line of the step, e.g. `(v01_naive.cu:95)`."""
+    return _CODE.sub(lambda code: f"({_line_of(code[1].split(), step, program)})", text)
+
+
+def _line_of(addresses: list[str], step: Step, program: Path) -> str:
+    """The innermost line of the step's source among the calls that lead to the addresses."""
+    tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
+    if not tool:
+        return "line unknown: no addr2line, of binutils or llvm, on PATH"
+    command = [tool, "-i", "-e", program, *addresses]
+    places = subprocess.run(command, capture_output=True, text=True).stdout
+    for place in places.splitlines():
+        if found := re.match(rf"(?:.*/)?({re.escape(step.path.name)}:\d+)\b", place):
+            return found[1]
+    return "line unknown"
 
 
 def _read_accesses(lines: bytes) -> list[SharedAccess]:

@@ -19,7 +19,6 @@ SOURCE = """\
 // why: none
 // limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_75
 #include "attention.cuh"
-#include <stdio.h>
 
 {globals}
 

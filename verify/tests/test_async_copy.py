@@ -218,12 +218,12 @@ FAULTS = [
     Fault(
         "source_past_end",
         "if (t == 5) cp_async_cg(smem.tiles[0][t], p.q + 1024, true);\n__syncthreads();",
-        r"out-of-bounds read .*, thread 5: past the end of q \(2048 bytes\), at byte 2048",
+        r"out-of-bounds read .*, thread 5 @: past the end of q \(2048 bytes\), at byte 2048",
     ),
     Fault(
         "source_null",
         "cp_async_cg(smem.tiles[0][t], nullptr, true);",
-        "out-of-bounds read .*: through a null pointer",
+        "out-of-bounds read .* @: through a null pointer",
     ),
     Fault(
         "exit_in_flight",

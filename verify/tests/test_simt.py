@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -188,35 +189,39 @@ def test_warp_collectives(tmp_path):
 FAULTS = [
     # With an even seed buffers end at a guard page, with an odd one they start there.
     Fault(
-        "read_past_end", "p.lse[0] = p.k[16];", r"block \d, thread \d+: past the end of k \(64 b"
+        "read_past_end", "p.lse[0] = p.k[16];", r"block \d, thread \d+ @: past the end of k \(64 b"
     ),
-    Fault("read_before_start", "p.lse[0] = p.v[-1];", r"read .*: 4 bytes before the start of v", 1),
     Fault(
-        "read_far_past_end", "p.lse[0] = p.q[99999];", "read .*: past the end of q .* byte 399996"
+        "read_before_start", "p.lse[0] = p.v[-1];", r"read .* @: 4 bytes before the start of v", 1
     ),
-    Fault("write_past_end", "if (t == 7) p.o[16] = 1;", "write .*thread 7: past the end of o"),
-    Fault("write_before_start", "p.lse[-2] = 1;", "write .*: 8 bytes before the start of lse", 1),
-    Fault("write_workspace", "scores[9999] = 1;", r"write .*: past the end of workspace\[0\]"),
+    Fault(
+        "read_far_past_end", "p.lse[0] = p.q[99999];", "read .* @: past the end of q .* byte 399996"
+    ),
+    Fault("write_past_end", "if (t == 7) p.o[16] = 1;", "write .*thread 7 @: past the end of o"),
+    Fault("write_before_start", "p.lse[-2] = 1;", "write .* @: 8 bytes before the start of lse", 1),
+    Fault("write_workspace", "scores[9999] = 1;", r"write .* @: past the end of workspace\[0\]"),
     Fault("write_slack_end", "p.o[17] = 1;", "write in kernel test_kernel: past the end of o", 1),
     Fault(
         "write_slack_start", "p.o[-1] = 1;", "write in kernel test_kernel: before the start of o"
     ),
     Fault(
-        "write_input", "const_cast<float*>(p.q)[3] = 1;", "write to an input .*: at byte 12 of q"
+        "write_input", "const_cast<float*>(p.q)[3] = 1;", "write to an input .* @: at byte 12 of q"
     ),
     Fault(
-        "null", "static_cast<float*>(p.workspace[1])[t] = 1;", "write .*: through a null pointer"
+        "null", "static_cast<float*>(p.workspace[1])[t] = 1;", "write .* @: through a null pointer"
     ),
     Fault(
-        "wild", "p.lse[0] = *reinterpret_cast<float*>(uintptr_t{1} << 40);", "in or near no buffer"
+        "wild",
+        "p.lse[0] = *reinterpret_cast<float*>(uintptr_t{1} << 40);",
+        "read .* @: at address .*, in or near no buffer",
     ),
     Fault(
         "smem_past_end",
         "raw[272] = 1;",
-        r"write .*: past the end of shared memory \(260 bytes\), at byte 272",
+        r"write .* @: past the end of shared memory \(260 bytes\), at byte 272",
     ),
     Fault(
-        "smem_before", "p.lse[0] = raw[-1];", "read .*: 1 bytes before the start of shared mem", 1
+        "smem_before", "p.lse[0] = raw[-1];", "read .* @: 1 bytes before the start of shared mem", 1
     ),
     Fault("smem_slack_end", "raw[270] = 1;", "write .*, block .: past the end of shared memory", 1),
     Fault(
@@ -242,10 +247,18 @@ FAULTS = [
         "const float x[4] = {}; store_vector(p.o + 2, x);",
         "misaligned access .*: store_vector @ .* at byte 8 of o",
     ),
+    Fault(  # in a function of a header
+        "wrapper_past_end", "p.lse[0] = load_float4(p.q + 16).x;", "read .* @: past the end of q"
+    ),
+    Fault(  # in libc
+        "memcpy_past_end",
+        "memcpy(p.lse, p.q + 12, 16 * p.seq_q);",
+        "read .* @: past the end of q",
+    ),
     Fault(
         "last_collective",
         "__syncthreads(); if (t == 3) p.o[20] = 1;",
-        r"thread 3: past the end of o.*\n  the last collective it passed: __syncthreads @",
+        r"thread 3 @: past the end of o.*\n  the last collective it passed: __syncthreads @",
     ),
     Fault(
         "early_exit",
@@ -302,9 +315,15 @@ FAULTS = [
         "if (t < 3) __syncwarp(t == 0 ? 0x3 : t == 1 ? 0x6 : 0x5);",
         r"deadlock .*\n  thread 0 waits .* 0x00000003\n  thread 1 .* 0x00000006\n  thread 2 .*5\n",
     ),
-    Fault("stack_overflow", "p.lse[0] = deep(t + 10000);", "stack overflow .* in thread"),
     Fault(
-        "endless_loop", "for (volatile int i = 0; t == 9; ) i = 0;", "time limit .*thread 9: still"
+        "stack_overflow",
+        "p.lse[0] = deep(t + 10000);",
+        r"stack overflow .* \(faults.cu:\d+\): .* in thread",
+    ),
+    Fault(
+        "endless_loop",
+        "for (volatile int i = 0; t == 9; ) i = 0;",
+        "time limit .*thread 9 @: still",
     ),
 ]
 
@@ -339,10 +358,42 @@ def test_no_fault(faults_step, seed):
     run(faults_step, CpuBackend(seed), scenario=-1)
 
 
+def test_a_long_launch_says_what_runs(faults_step, monkeypatch):
+    """At once, not when it ends."""
+    written = []
+
+    class Stderr:
+        def write(self, text: str) -> None:
+            if text:
+                written.append((time.monotonic(), text))
+
+        def flush(self) -> None:
+            pass
+
+    monkeypatch.setattr(cpu.sys, "stderr", Stderr())
+    endless = next(i for i, fault in enumerate(FAULTS) if fault.name == "endless_loop")
+    with pytest.raises(SimtError, match=r"time limit .* still running after 6 s") as error:
+        run(faults_step, CpuBackend(time_limit_s=6), scenario=endless)
+    [(moment, text)] = written
+    assert time.monotonic() - moment > 0.5
+    assert re.fullmatch(
+        r"faults \(d8_fp32\): still computing in kernel test_kernel, block \d, thread 9 "
+        r"\(faults.cu:\d+\) after 5 s; the limit is 6 s\n",
+        text,
+    )
+    assert "still computing" not in str(error.value)
+
+
+def test_without_addr2line_a_report_says_so(faults_step, monkeypatch):
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+    with pytest.raises(SimtError, match=r"thread 0 \(line unknown: no addr2line.*\): past the end"):
+        run(faults_step, CpuBackend(), scenario=0)
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 traps")
 def test_division_by_zero(tmp_path):
     step = write_step(tmp_path, "division", "p.lse[0] = p.seq_q / (p.seq_q - p.seq_k);")
-    with pytest.raises(SimtError, match="integer division by zero in kernel test_kernel, block"):
+    with pytest.raises(SimtError, match=r"division by zero in kernel .*, thread 0 \(division.cu:"):
         run(step, CpuBackend())
 
 
@@ -440,10 +491,17 @@ def test_sanitizers_accept(sanitized_step, seed):
 
 
 def test_printf_goes_to_stderr(tmp_path, capsys):
+    """As on a GPU it takes no #include."""
     step = write_step(tmp_path, "print", 'if (t == 0) printf("block %d\\n", block), p.lse[0] = 5;')
     _, lse = run(step, CpuBackend())
     assert lse.item() == 5
     assert sorted(capsys.readouterr().err.split("\n")) == ["", "block 0", "block 1"]
+
+
+def test_what_was_printed_precedes_a_report(tmp_path):
+    step = write_step(tmp_path, "print", 'if (t == 0) printf("here\\n"), p.o[16] = 5;')
+    with pytest.raises(SimtError, match=r"here\n(here\n)?out-of-bounds write"):
+        run(step, CpuBackend())
 
 
 def test_compile_errors(tmp_path):

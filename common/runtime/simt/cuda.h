@@ -2,6 +2,7 @@
 // thread, vector types, mathematics.
 #pragma once
 #include <stdint.h>
+#include <stdio.h>  // nvcc declares printf without it
 #include <string.h>
 
 #include <type_traits>

@@ -8,7 +8,9 @@
 
 namespace simt {
 
-constexpr int FAULT_EXIT_CODE = 65;  // mirrored by common/runtime/cpu.py; sanitizers exit with 1
+// Mirrored by common/runtime/cpu.py.
+constexpr int FAULT_EXIT_CODE = 65;                  // sanitizers exit with 1
+constexpr const char* PROGRESS = "still computing";  // begins a line that is no fault
 
 // Text of bounded length; allocates nothing, so that a signal handler can write it. The first line
 // sums it up.

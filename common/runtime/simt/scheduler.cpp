@@ -37,7 +37,7 @@ void Worker::run_block(uint32_t block) {
     blockIdx = {block, 0, 0};
     block_seed = mix(launch.seed, block);
     random = Random(block_seed);
-    copies_may_be_early = mix(block) % 2 != launch.odd;
+    copies_may_be_early = mix(block) % 2 == launch.odd;
     one_warp_first = random.below(2);
     smem.poison();
     smem_async_view.begin_block();
@@ -91,6 +91,12 @@ int Worker::overflowed_stack(const std::byte* address) const {
         if (stacks[i].guards(address)) return i;
     }
     return NO_THREAD;
+}
+
+bool Worker::on_stack(uintptr_t frame) const {
+    if (running == NO_THREAD || frame % sizeof(frame)) return false;
+    const GuardedPages& stack = stacks[running];
+    return uintptr_t(stack.begin()) <= frame && frame + 2 * sizeof(frame) <= uintptr_t(stack.end());
 }
 
 Report Worker::fault(const char* what) const {

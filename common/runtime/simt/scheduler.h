@@ -103,6 +103,9 @@ class Worker {
     static constexpr int NO_THREAD = -1;
     int overflowed_stack(const std::byte* address) const;
 
+    // Whether a frame pointer and the return address above it lie on the running thread's stack.
+    bool on_stack(uintptr_t frame) const;
+
     // Begins a report: "<what> in kernel K, block B, thread T".
     Report fault(const char* what) const;
 

@@ -1,14 +1,85 @@
 #include "trap.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sys/ucontext.h>
+#include <time.h>
+
+#include <algorithm>
 
 #include "scheduler.h"
 
 namespace simt {
 namespace {
 
+constexpr int FIRST_PROGRESS_S = 5, PROGRESS_INTERVAL_S = 10;
+
 int time_limit_s;  // of the process
+time_t start_s;
+
+time_t now_s() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec;
+}
+
+// The registers that say where a thread was interrupted.
+struct CodeRegisters {
+    uintptr_t pc, frame, stack;
+    uintptr_t link;  // the return address of a function that has called none; 0 if on the stack
+};
+
+CodeRegisters code_registers(const void* context) {
+    const auto* machine = static_cast<const ucontext_t*>(context);
+#if defined(__linux__) && defined(__x86_64__)
+    const greg_t* registers = machine->uc_mcontext.gregs;
+    return {uintptr_t(registers[REG_RIP]), uintptr_t(registers[REG_RBP]),
+            uintptr_t(registers[REG_RSP]), 0};
+#elif defined(__linux__) && defined(__aarch64__)
+    const auto& registers = machine->uc_mcontext;
+    return {registers.pc, registers.regs[29], registers.sp, registers.regs[30]};
+#elif defined(__APPLE__) && defined(__x86_64__)
+    const auto& registers = machine->uc_mcontext->__ss;
+    return {registers.__rip, registers.__rbp, registers.__rsp, 0};
+#elif defined(__APPLE__) && defined(__aarch64__)
+    const auto& registers = machine->uc_mcontext->__ss;
+    return {registers.__pc, registers.__fp, registers.__sp, registers.__lr};
+#else
+#error "add where this platform keeps the registers of an interrupted thread"
+#endif
+}
+
+// Where an object has been loaded, e.g. this program; nullptr for addresses in none.
+const void* base_of(uintptr_t code) {
+    Dl_info object;
+    return dladdr(reinterpret_cast<const void*>(code), &object) ? object.dli_fbase : nullptr;
+}
+
+// Adds " <code 0x12 0x34>": where the running thread was interrupted and the calls that led there,
+// innermost first, as offsets in the program. common/runtime/cpu.py replaces it by a line of the
+// step. All is compiled with frame pointers: each points to the caller's, which lies below the
+// return address.
+void describe_code(Report& report, const Worker& worker, const void* context) {
+    constexpr int MAX_CALLS = 16;
+    const auto program = reinterpret_cast<uintptr_t>(base_of(uintptr_t(&describe_code)));
+    const auto add = [&](uintptr_t code) {
+        if (uintptr_t(base_of(code)) == program) report.add(" 0x%zx", size_t(code - program));
+    };
+    auto [pc, frame, stack, link] = code_registers(context);
+    report.add(" <code");
+    add(pc);
+    if (uintptr_t(base_of(pc)) != program) {  // e.g. in memcpy
+        if (!link && worker.on_stack(stack)) link = *reinterpret_cast<const uintptr_t*>(stack);
+        add(link - 1);
+    }
+    for (int i = 0; i < MAX_CALLS && worker.on_stack(frame); ++i) {
+        const auto* saved = reinterpret_cast<const uintptr_t*>(frame);
+        add(saved[1] - 1);  // in the call, not after it
+        if (saved[0] <= frame) break;
+        frame = saved[0];
+    }
+    report.add(">");
+}
 
 // The buffer that an address lies in, or whose guard pages it lies in; nullptr where there is none.
 const Buffer* find_buffer(const std::byte* address) {
@@ -18,23 +89,6 @@ const Buffer* find_buffer(const std::byte* address) {
         if (buffer.guards(address)) return &buffer;
     }
     return nullptr;
-}
-
-[[noreturn]] void report_access(const Worker& worker, const std::byte* address, bool write) {
-    if (const int thread = worker.overflowed_stack(address); thread != Worker::NO_THREAD) {
-        worker.fault("stack overflow")
-            .add(": too many bytes of local variables in thread %d", thread)
-            .fail();
-    }
-    const Buffer* buffer = find_buffer(address);
-    const bool inside = buffer && buffer->contains(address);
-    Report report = worker.fault(!write   ? "out-of-bounds read"
-                                 : inside ? "write to an input"
-                                          : "out-of-bounds write");
-    report.add(": ");
-    describe_address(report, address);
-    worker.describe_progress(report);
-    report.fail();
 }
 
 // Whether the trapped access was a write.
@@ -59,17 +113,51 @@ bool trapped_on_write(const void* context) {
 #endif
 }
 
-void handle_signal(int signal, siginfo_t* info, void* context) {
+[[noreturn]] void report_access(const Worker& worker, const std::byte* address,
+                                const void* context) {
+    if (const int thread = worker.overflowed_stack(address); thread != Worker::NO_THREAD) {
+        Report report = worker.fault("stack overflow");
+        describe_code(report, worker, context);
+        report.add(": too many bytes of local variables in thread %d", thread).fail();
+    }
+    const bool write = trapped_on_write(context);
+    const Buffer* buffer = find_buffer(address);
+    const bool inside = buffer && buffer->contains(address);
+    Report report = worker.fault(!write   ? "out-of-bounds read"
+                                 : inside ? "write to an input"
+                                          : "out-of-bounds write");
+    describe_code(report, worker, context);
+    report.add(": ");
+    describe_address(report, address);
+    worker.describe_progress(report);
+    report.fail();
+}
+
+void handle_fault(int signal, siginfo_t* info, void* context) {
     const Worker* worker = Worker::current();
     if (!worker) Report().add("signal %d outside of a block", signal).fail();
-    if (signal == SIGFPE) worker->fault("integer division by zero").fail();
-    if (signal == SIGALRM) {
-        Report report = worker->fault("time limit");
-        report.add(": still running after %d s", time_limit_s);
-        worker->describe_progress(report);
+    if (signal == SIGFPE) {
+        Report report = worker->fault("integer division by zero");
+        describe_code(report, *worker, context);
         report.fail();
     }
-    report_access(*worker, static_cast<const std::byte*>(info->si_addr), trapped_on_write(context));
+    report_access(*worker, static_cast<const std::byte*>(info->si_addr), context);
+}
+
+// Says what the OS thread that was interrupted is doing, or that it has done so for too long.
+void handle_alarm(int, siginfo_t*, void* context) {
+    const int seconds = now_s() - start_s;
+    if (const Worker* worker = Worker::current()) {
+        Report report = worker->fault(seconds < time_limit_s ? PROGRESS : "time limit");
+        describe_code(report, *worker, context);
+        if (seconds >= time_limit_s) {
+            report.add(": still running after %d s", time_limit_s);
+            worker->describe_progress(report);
+            report.fail();
+        }
+        report.add(" after %d s; the limit is %d s\n", seconds, time_limit_s).print();
+    }
+    alarm(std::clamp(time_limit_s - seconds, 1, PROGRESS_INTERVAL_S));
 }
 
 }  // namespace
@@ -86,16 +174,20 @@ void describe_address(Report& report, const std::byte* address) {
 
 void install_traps(int limit_s) {
     time_limit_s = limit_s;
+    start_s = now_s();
     struct sigaction action = {};
-    action.sa_sigaction = handle_signal;
+    action.sa_sigaction = handle_fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    for (int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGALRM}) sigaction(signal, &action, nullptr);
+    for (int signal : {SIGSEGV, SIGBUS, SIGFPE}) sigaction(signal, &action, nullptr);
+    action.sa_sigaction = handle_alarm;
+    action.sa_flags |= SA_RESTART;
+    sigaction(SIGALRM, &action, nullptr);
 
     sigset_t alarm_only;
     sigemptyset(&alarm_only);
     sigaddset(&alarm_only, SIGALRM);
     pthread_sigmask(SIG_BLOCK, &alarm_only, nullptr);
-    alarm(time_limit_s);
+    alarm(std::min(time_limit_s, FIRST_PROGRESS_S));
 }
 
 }  // namespace simt

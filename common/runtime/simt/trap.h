@@ -15,8 +15,9 @@ inline std::vector<Buffer> global_buffers;
 // Says of an address which buffer it lies in, or whose guard pages.
 void describe_address(Report& report, const std::byte* address);
 
-// For the process, before it makes any OS thread. The time limit counts from here; its signal goes
-// to an OS thread that is busy with a kernel, since all others block it.
+// For the process, before it makes any OS thread. The time limit counts from here; its signal, which
+// now and then prints a line that says what runs, goes to an OS thread that is busy with a kernel,
+// since all others block it.
 void install_traps(int time_limit_s);
 
 // For an OS thread while it runs kernels. Handlers get a stack of their own, as a fiber's may just
