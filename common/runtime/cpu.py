@@ -51,8 +51,9 @@ COMMON_FLAGS = (
     "-std=c++20",
     "-pthread",
     "-rdynamic",  # kernels are looked up by name
-    "-g1",  # a report names the line of an access that traps, for which
-    "-fno-omit-frame-pointer",  # the runtime walks up the stack
+    "-g1",  # a report names the line of an access that traps,
+    "-gdwarf-4",  # where addr2line of binutils 2.40 takes DWARF 5's headers for the step itself
+    "-fno-omit-frame-pointer",  # for which the runtime walks up the stack
     "-fno-math-errno",
     "-fno-strict-aliasing",  # device compilers allow a tile of floats to be read as float4
     "-ftrivial-auto-var-init=pattern",  # a variable never initialised is not the 0 of fresh memory

@@ -592,7 +592,7 @@ FAULTS = [
         "store_to_input",
         "if (t == 0) { cp_async_bulk_tensor_store(p.q_map, 0, 0, 0, 0, smem.tiles[0]);"
         "cp_async_bulk_commit_group(); cp_async_bulk_wait_group_read<0>(); }",
-        "write to an input .*, thread 0 @: at byte 0 of q",
+        r"write to an input .*, thread 0 @: at byte 0 of q",
     ),
     *[
         Fault(
