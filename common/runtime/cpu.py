@@ -32,6 +32,7 @@ from .backend import Call, empty_outputs, not_enough_memory, specialization
 from .build import compile_cached, host_compiler
 from .launch import (
     LaunchDescriptor,
+    Plan,
     check_alignment,
     descriptor_type,
     evaluate,
@@ -69,6 +70,8 @@ POISON = -1  # all bits set, as in common/runtime/simt/memory.h: NaN in every dt
 MULTIPROCESSORS = 2  # few, so that blocks that stay have much to do; with an odd seed one more
 MAX_WORKERS = 16  # each has a stack for every thread of a block
 MIN_TIME_LIMIT_S = 60
+# Of shared memory, in KiB, the most that a block can ask for, by architecture.
+SMEM_LIMITS_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 MULTIPLY_ADDS_PER_S = 1e6  # far below what the slowest step does, sanitized, on one core
 
 # Where in the program something happened: addresses, the innermost call first.
@@ -137,8 +140,8 @@ class CpuBackend:
     """Runs steps on CPU tensors. Implements common.runtime.backend.Backend.
 
     The seed orders blocks and threads, and its parity chooses which end of each buffer touches a
-    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer. Launches that
-    take longer than time_limit_s fail; None is a limit that only endless loops reach. A persistent
+    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer. A call that
+    takes longer than time_limit_s fails; None is a limit that only endless loops reach. A persistent
     step launches blocks for `multiprocessors`; of `calls` in one program the last one's outputs are
     returned. Both may be set.
     """
@@ -213,6 +216,7 @@ class CpuBackend:
         strided = strided_tensors(operation, tensors)
         check_alignment(step.name, descriptor.alignment, strided)
         maps = tensor_maps(step.name, descriptor, strided)
+        _check_launch(step, spec, plan)
         _check_memory(step, sum(plan.workspace_bytes))
 
         # The program fills the addresses in: of each tensor, of its tensor map, of each workspace.
@@ -406,6 +410,35 @@ def _time_limit_s(tensors: Sequence[torch.Tensor]) -> int:
     """Seconds after which a kernel must be in an endless loop."""
     q, k = tensors[:2]
     return int(MIN_TIME_LIMIT_S + 2 * q.numel() * k.shape[2] / MULTIPLY_ADDS_PER_S)
+
+
+def _check_launch(step: Step, spec: Specialization, plan: Plan) -> None:
+    """Raises SimtError where no GPU that the step's limits name can launch its kernels.
+
+    __launch_bounds__ are checked by the program.
+    """
+    limit = _smem_limit(step.limits.arch)
+    for kernel in plan.kernels:
+        if kernel.smem_bytes > limit:
+            raise SimtError(
+                f"{step.name} ({spec}): kernel {kernel.name} asks for {kernel.smem_bytes} bytes of "
+                f"shared memory a block, and the most that a GPU for {step.limits.arch} has is "
+                f"{limit}"
+            )
+
+
+def _smem_limit(arch: str) -> int:
+    """The most bytes that a block can have where code for `arch` runs.
+
+    That is exactly sm_90 for sm_90a, but for sm_80 any architecture from there on: a step may take
+    Hopper's shared memory at a large head_dim although it runs on an A100 at a small one.
+    """
+    number = int(arch.removeprefix("sm_").rstrip("a"))
+    exact = arch.endswith("a")
+    limits = [
+        kib for sm, kib in SMEM_LIMITS_KIB.items() if sm == number or (sm > number and not exact)
+    ]
+    return 1024 * max(limits or SMEM_LIMITS_KIB.values())
 
 
 def _check_memory(step: Step, workspace_bytes: int) -> None:

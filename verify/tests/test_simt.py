@@ -15,7 +15,7 @@ from common.errors import UsageError
 from common.problem import Specialization
 from common.runtime import cpu
 from common.runtime.cpu import CpuBackend, SimtError
-from common.step import Step
+from common.step import Step, read_step
 from verify.tests.small_kernels import Fault, expect_report, run, write_faults, write_step
 
 # ---- order
@@ -230,12 +230,12 @@ FAULTS = [
     Fault(
         "smem_too_small",
         "shared_memory<double[33]>()[t % 2] = 1;",
-        "too little shared memory .*: the layout has 264 bytes, the launch descriptor asks for 260",
+        "too little shared memory .*: shared_memory @: the layout has 264 bytes, .* asks for 260",
     ),
     Fault(
         "smem_misaligned",
         "struct alignas(64) Wide { float x[64]; }; shared_memory<Wide>().x[0] = 1;",
-        "misaligned shared memory .* asks for 260 bytes, not a multiple of 64",
+        "misaligned shared memory .*: shared_memory @: .* asks for 260 bytes, not a multiple of 64",
     ),
     Fault(
         "load_misaligned",
@@ -519,6 +519,63 @@ def test_kernel_name_and_size_are_checked(tmp_path):
     step.path.write_text(step.path.read_text().replace("void test_kernel", "void other_kernel"))
     with pytest.raises(SimtError, match='no kernel "test_kernel"'):
         run(step, CpuBackend())
+
+
+BOUNDED = "__launch_bounds__({}) test_kernel("
+# Larger bounds of other kernels, before and after: each kernel has its own.
+OTHERS = """
+extern "C" __global__ void __launch_bounds__(512) first(AttentionParams p) {}
+extern "C" {
+__global__ void __launch_bounds__(1024, 2) second(AttentionParams p) {}
+}
+"""
+
+
+@pytest.mark.parametrize("bounds", ["32", "THREADS - 1, 4", "THREADS", "64"])
+def test_launch_bounds(tmp_path, bounds):
+    """48 threads are launched."""
+    step = write_step(
+        tmp_path,
+        "bounds",
+        "",
+        globals_="constexpr int THREADS = 48;" + OTHERS.replace("first", "a"),
+    )
+    source = step.path.read_text().replace("test_kernel(", BOUNDED.format(bounds))
+    step.path.write_text(source + OTHERS.replace("second", "b"))
+    if bounds in ("THREADS", "64"):
+        run(step, CpuBackend())
+    else:
+        allowed = 32 if bounds == "32" else 47
+        with pytest.raises(
+            SimtError,
+            match=rf"kernel test_kernel is launched with 48 threads; its __launch_bounds__ allow "
+            rf"{allowed}$",
+        ):
+            run(step, CpuBackend())
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_shared_memory_is_limited(tmp_path, arch):
+    """To Hopper's 227 KiB, where code for any of these runs."""
+    for size in (227 * 1024, 227 * 1024 + 16):
+        step = write_step(tmp_path, f"large_{size}", "smem.x[0] = 0;", layout=f"char x[{size}];")
+        step.path.write_text(step.path.read_text().replace("sm_75", arch))
+        step = read_step(step.path)
+        if size % 1024 == 0:
+            run(step, CpuBackend())
+        else:
+            with pytest.raises(
+                SimtError, match=f"kernel test_kernel asks for {size} bytes of .* {arch}"
+            ):
+                run(step, CpuBackend())
+
+
+def test_shared_memory_of_other_architectures():
+    """Where code for them runs: sm_120a and sm_120 on nothing larger, sm_86 also on an H100."""
+    kib = {
+        arch: cpu._smem_limit(arch) // 1024 for arch in ("sm_120a", "sm_120", "sm_86", "sm_100a")
+    }
+    assert kib == {"sm_120a": 99, "sm_120": 99, "sm_86": 227, "sm_100a": 227}
 
 
 def test_killed_program(faults_step, monkeypatch):

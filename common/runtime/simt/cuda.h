@@ -12,11 +12,12 @@
 #undef _GLIBCXX_USE_STD_SPEC_FUNCS
 #include <math.h>
 
+#include "launch_bounds.h"
+
 #define __global__
 #define __device__
 #define __constant__
 #define __grid_constant__
-#define __launch_bounds__(...)
 #define __shared__ _Pragma("GCC error \"no __shared__ in steps: use shared_memory<Layout>()\"")
 
 struct uint3 {

@@ -122,6 +122,13 @@ void launch_kernel(const Request& request, int index) {
                  MAX_THREADS)
             .fail();
     }
+    const LaunchBounds* bounds = LaunchBounds::of(reinterpret_cast<const void*>(kernel));
+    if (bounds && asked.threads > bounds->max_threads) {
+        Report()
+            .add("kernel %s is launched with %d threads; its __launch_bounds__ allow %d",
+                 asked.name, asked.threads, bounds->max_threads)
+            .fail();
+    }
     const Launch launch = {
         .kernel_name = asked.name,
         .run_thread = [] { simt_step.call(kernel, kernel_params); },
