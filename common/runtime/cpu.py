@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from ..operation import Operation
 from ..problem import Specialization
 from ..step import Step
 from .backend import Call, empty_outputs, not_enough_memory, specialization
-from .build import compile_cached, host_compiler
+from .build import compile_cached, compiler_version, host_compiler
 from .launch import (
     LaunchDescriptor,
     Plan,
@@ -57,7 +58,7 @@ COMMON_FLAGS = (
     "-fno-omit-frame-pointer",  # for which the runtime walks up the stack
     "-fno-math-errno",
     "-fno-strict-aliasing",  # device compilers allow a tile of floats to be read as float4
-    "-ftrivial-auto-var-init=pattern",  # a variable never initialised is not the 0 of fresh memory
+    "-ftrivial-auto-var-init=pattern",  # a variable never initialized is not the 0 of fresh memory
     "-Wno-unknown-pragmas",
 )
 STEP_FLAGS = ("-O1",)  # it runs a few times only: most of a check's time is the compiler's
@@ -166,6 +167,7 @@ class CpuBackend:
             *_runtime(self.sanitize),  # before the flag that says that all further files are C++
             *_flags(self.sanitize),
             *STEP_FLAGS,
+            *_nan_flags(host_compiler()),
             *spec.defines,
         ]
         name = f"{step.path.stem}_{spec}_simt{'_sanitize' if self.sanitize else ''}"
@@ -292,6 +294,25 @@ class CpuBackend:
 
 def _flags(sanitize: bool) -> tuple[str, ...]:
     return COMMON_FLAGS + (SANITIZED_FLAGS if sanitize else ())
+
+
+def _nan_flags(compiler: tuple[str, ...]) -> list[str]:
+    """Has g++ initialize local variables with NaN; clang++ does where they are floats.
+
+    Then clang++ leaves only 16-bit pairs packed into integers small numbers, not NaN.
+    """
+    if "clang" in compiler_version(*compiler):
+        return []
+    assembler = SIMT_DIR / "assembler" / "as"
+    version = zlib.crc32(assembler.read_bytes())  # makes a change of it a change of the flags
+    return [
+        "-pipe",
+        f"-B{assembler.parent}",
+        "-Wl,--wrap=memset",
+        f"-DNAN_INIT={version}",
+        "-fno-tree-ccp",  # where one path initializes a variable with a constant, these two
+        "-fno-tree-fre",  # passes let all paths do so
+    ]
 
 
 @cache

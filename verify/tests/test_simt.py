@@ -434,6 +434,56 @@ def test_poison(tmp_path):
     assert (o[..., 8:] == 1).all()
 
 
+# Writes to lse 0 times what is in variables that may not have been initialized.
+UNINITIALIZED = """
+    if (t || block) return;
+    float* lse = p.lse;
+    struct Row { float max; int index; float sum; };
+    float scalar, other, few[3], array[4][4], large[4000];
+    float4 vector;
+    Row row, rows[5];
+    Element element, elements[3];
+    uint32_t pair, pairs[3], tile[4][4];
+    if (p.softmax_scale > 0) {  // the compiler must not know
+        scalar = few[0] = few[1] = few[2] = large[0] = large[3999] = 1;
+        other = 2 * p.softmax_scale;
+        vector = {1, 1, 1, 1};
+        row = rows[0] = rows[4] = {1, 1, 1};
+        element = elements[0] = elements[2] = from_float<Element>(1);
+        pair = pairs[0] = pairs[2] = tile[3][3] = 0;
+        for (int i = 0; i < 16; ++i) array[i / 4][i % 4] = 1;
+    }
+    const float zero = p.softmax_scale;
+    const auto half = [](uint32_t word, int i) {
+        return to_float(Element{uint16_t(word >> 16 * i)});
+    };
+    const float found[] = {
+        scalar, other, few[0], few[2], array[1][0], array[3][3], large[0], large[3999],
+        vector.x, vector.w, row.max, row.sum, rows[0].max, rows[4].sum,
+        to_float(element), to_float(elements[0]), to_float(elements[2]),
+        half(pair, 0), half(pair, 1), half(pairs[0], 0), half(pairs[2], 1), half(tile[3][3], 1)};
+    for (float x : found) *lse++ = zero * x;
+    for (int i = 0; i < 3; ++i) {
+        float inner;  // a new one each time
+        float accumulators[2][4];
+        if (zero > i) inner = accumulators[0][0] = 1;
+        *lse++ = zero * inner;
+        *lse++ = zero * accumulators[0][0];
+        inner = accumulators[0][0] = 1;
+    }
+"""
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_not_initialized_is_nan(tmp_path, dtype, sanitize):
+    """Which a product with 0 does not hide: scalars, arrays, structs, packed pairs."""
+    step = write_step(tmp_path, "uninitialized", UNINITIALIZED)
+    q = torch.zeros(1, 1, 2, 8, dtype=dtype)
+    _, lse = run(step, CpuBackend(sanitize=sanitize), q, num_lse=28)
+    assert lse.isnan().all(), lse
+
+
 # ---- sanitizers
 
 

@@ -1,4 +1,5 @@
-// bf16 and fp16 in software: the same bits on every host, whatever types its compiler knows.
+// bf16 and fp16 in software: the same bits on every host, whatever types its compiler knows. Local
+// variables that nobody initializes are NaN.
 #pragma once
 #include <stdint.h>
 
@@ -6,11 +7,11 @@
 #include <type_traits>
 
 struct bf16 {
-    uint16_t bits;
+    uint16_t bits = 0xFFFF;
 };
 
 struct fp16 {
-    uint16_t bits;
+    uint16_t bits = 0xFFFF;
 };
 
 using fp32 = float;
