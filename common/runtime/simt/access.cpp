@@ -6,7 +6,7 @@
 namespace simt {
 namespace {
 
-// Begins a report about an address that the running thread gave to an operation.
+// Begins a report about an address that the running thread passed to an operation.
 Report address_fault(const char* what, const char* operation, Site site) {
     Report report = operation_fault(what, {operation, site});
     report.add(" needs ");

@@ -1,5 +1,5 @@
-// Shared memory as the async proxy sees it: TMA stores and wgmma. What ordinary instructions write
-// is seen there only after a fence_proxy_async() of the thread that wrote it.
+// Shared memory as the async proxy (TMA stores, wgmma) sees it. Ordinary stores become visible
+// there only after the thread that made them executes fence_proxy_async().
 #pragma once
 #include <stdint.h>
 
@@ -24,9 +24,9 @@ class AsyncView {
         for (int& number : num_written) number = 0;
     }
 
-    // A thread writes bytes of shared memory by an ordinary instruction.
+    // A thread writes bytes of shared memory with an ordinary store.
     void note_write(int thread, size_t offset, size_t bytes) {
-        // Its end may lie outside, which is reported later.
+        // An access that ends outside shared memory is reported later.
         for (size_t word = offset / WORD_BYTES;
              word < writers.size() && word * WORD_BYTES < offset + bytes; ++word)
             set_writer(word, thread);
@@ -38,12 +38,12 @@ class AsyncView {
         note_write(NOBODY, offset, bytes);
     }
 
-    // The thread's fence: shows what it has written. Who wrote a word is known of wrappers only, so
-    // that nobody's words may be its own.
+    // The thread's fence publishes what it has written. Only wrappers record a writer, so words
+    // with none may be the thread's own and are published too.
     void publish(int thread) {
         for (size_t first = 0; first < writers.size(); first += STRETCH) {
             const size_t end = first + STRETCH < writers.size() ? first + STRETCH : writers.size();
-            if (num_written[first / STRETCH] == 0) {  // as nearly everywhere, and fast
+            if (num_written[first / STRETCH] == 0) {  // the common case
                 show(first, end);
                 continue;
             }
@@ -55,14 +55,14 @@ class AsyncView {
         }
     }
 
-    // The first of these bytes that shared memory has and the view does not; `end` without one.
+    // The first byte in [begin, end) where the view differs from shared memory; `end` if none does.
     size_t first_unpublished(size_t begin, size_t end) const {
         if (memcmp(view.data() + begin, smem.data + begin, end - begin) == 0) return end;
         while (view[begin] == smem.data[begin]) ++begin;
         return begin;
     }
 
-    // The thread that has written a byte and not fenced since; NOBODY where that is not known.
+    // The thread that has written a byte and not fenced since; NOBODY if unknown.
     static constexpr int16_t NOBODY = -1;
     int writer(size_t offset) const { return writers[offset / WORD_BYTES]; }
 
@@ -84,11 +84,11 @@ class AsyncView {
 
     const Buffer& smem;
     std::vector<int16_t> writers;  // of each word
-    std::vector<int> num_written;  // of each stretch: the words that have a writer
+    std::vector<int> num_written;  // of each stretch: words with a writer
     std::vector<std::byte> view;
 };
 
-// Copies bytes of shared memory as the async proxy sees them, which must be as they are.
+// Copies bytes through the async proxy; reports where its view differs from shared memory.
 void read_async(const std::byte* address, size_t bytes, void* to, const char* operation, Site site);
 
 }  // namespace simt

@@ -1,7 +1,8 @@
-// What every step includes, for the host compiler: the twin of common/runtime/device/attention.cuh, and the
-// runtime that executes kernels on a CPU to check them. It is a checker, not a timer, and hostile
-// on purpose: the order of blocks and threads is drawn from a seed, memory starts as NaN and ends
-// at guard pages, and threads that wait for each other in vain are an error with a report.
+// What every step includes, for the host compiler: the twin of common/runtime/device/attention.cuh,
+// and the runtime that executes kernels on a CPU to check them. It is a checker, not a timer, and
+// hostile on purpose: the order of blocks and threads is drawn from a seed; threads fall far behind
+// after an arrive or the start of a copy; waits that may fail do; memory and variables start as
+// NaN; buffers end at guard pages; threads that wait for each other in vain are reported.
 //
 // Included by steps; what a header only declares has its body in the .cpp file of the same name:
 //
@@ -12,7 +13,7 @@
 //     wgmma.cuh     the warpgroup's products         warpgroup.cuh   setmaxnreg, named barriers
 //     mbarrier.cuh  barriers that count bytes        tma.cuh      copies of boxes of tensors
 //     access.h      addresses checked and counted    clock.cuh    a clock that counts its readings
-//     site.h        where in a step something is     random.h     numbers drawn from the seed
+//     site.h        a place in the source            random.h     numbers drawn from the seed
 //
 // The runtime's own:
 //
@@ -24,17 +25,19 @@
 //     banks.h       bank conflicts                   stall.h      why no thread can run
 //     memory.h      buffers between guard pages      fiber.h      switching stacks
 //     trap.h        signals become reports           report.h     how a report is written
-//     sanitizer.h   fibers and AddressSanitizer
+//     sanitizer.h   fibers and AddressSanitizer      launch_bounds.h   threads a kernel may have
+//     assembler/as, uninitialized.cpp                what nobody initializes is NaN
 //
-// The .cpp files are compiled once, and each step is linked with them. What steps include is
-// little, and no part of the standard library that is large: a step should compile fast.
+// The .cpp files are compiled once, and each step is linked with them. Headers that steps include
+// are small and include no large part of the standard library, so that steps compile fast.
 //
-// A new instruction is a function with the name of its wrapper in common/runtime/device. Its body is in the
-// .cpp file, where Element is not known: the header turns it, and what is a template's parameter,
-// into ordinary arguments. If threads execute it together, it is a call of collective(). If a
-// thread waits in it for something else, it calls Worker::start_waiting() and yield(), and whatever
-// it waits for calls make_runnable(). If it accesses memory, the address goes through
-// vector_access() or shared_access(); if it writes, through note_write() too.
+// A new instruction is a function with the name of its wrapper in common/runtime/device. Its body
+// is in the .cpp file, where Element is not known: the header turns Element and template parameters
+// into ordinary arguments. If threads execute it together, it calls collective(). If a thread waits
+// in it for something else, it calls Worker::start_waiting() and yield(), and whatever it waits for
+// calls make_runnable(). If it tells other threads to go on, or starts a copy, it ends with
+// may_fall_behind(). If it accesses memory, the address goes through vector_access() or
+// shared_access(); if it writes, also through note_write().
 #pragma once
 #include "block.h"
 #include "cuda.h"

@@ -51,7 +51,7 @@ void BankCounter::evaluate(Place& place, const WarpAccess& access) {
 int BankCounter::count_wavefronts(const WarpAccess& access, int first_lane, int num_lanes) {
     uint32_t words[NUM_BANKS];
     int num_words = 0, wavefronts = 0;
-    int wanted[NUM_BANKS] = {};  // of each bank, different words
+    int wanted[NUM_BANKS] = {};  // distinct words of each bank
     for (int lane = first_lane; lane < first_lane + num_lanes; ++lane) {
         if (access.offsets[lane] == WarpAccess::NONE) continue;
         for (int i = 0; i < access.lane_bytes / WORD_BYTES; ++i) {

@@ -1,15 +1,15 @@
 // Counts bank conflicts in shared memory, for accesses that go through a wrapper.
 //
-// The model is that of NVIDIA's CUDA programming guide: 32 banks, successive 4-byte words in
-// successive banks; a bank serves one word at a time, to all lanes that want it. 128 bytes are
-// served at a time: of a warp's access of 4, 8 or 16 bytes a lane, 32, 16 or 8 consecutive lanes,
-// which is a phase. A phase takes as many wavefronts as its most wanted bank has words to serve;
-// those beyond the first are conflicts. For ldmatrix that makes each matrix a phase. Where lanes of
-// different phases want the same words, the hardware may serve them at once; the model does not.
+// The model is that of NVIDIA's CUDA programming guide: 32 banks hold successive 4-byte words; a
+// bank serves one word per wavefront, to all lanes that access it. A warp's access is split into
+// phases of 128 bytes: 32, 16 or 8 consecutive lanes at 4, 8 or 16 bytes a lane; for ldmatrix each
+// matrix is a phase. A phase takes as many wavefronts as the most words it accesses in one bank;
+// those beyond the first are conflicts. The hardware may merge phases that access the same words;
+// the model does not.
 //
-// Lanes do not meet at an access. What each of them executes from a place in the source for the
-// n-th time in the block is taken for one access of their warp: right unless a lane skips it once
-// and comes back later.
+// Lanes do not synchronize at an access: the n-th execution of a source line by each lane of a warp
+// counts as one access of the warp. That is wrong only where a lane skips the line once and returns
+// to it later.
 #pragma once
 #include <stdint.h>
 
@@ -34,9 +34,9 @@ class BankCounter {
         uint32_t offsets[WARP_SIZE];  // in shared memory; NONE of lanes that do not take part
     };
 
-    // What one warp has executed from a place since the block began.
+    // One warp's accesses from a place since the block began.
     struct WarpLog {
-        uint32_t executed[WARP_SIZE] = {};  // how often each lane has
+        uint32_t executed[WARP_SIZE] = {};  // times, by each lane
         std::vector<WarpAccess> accesses = {};
     };
 
@@ -45,18 +45,18 @@ class BankCounter {
         const char* operation;
         Site site;
         long long accesses = 0;    // of warps
-        long long ideal = 0;       // phases, each of which takes a wavefront at least
-        long long wavefronts = 0;  // as many as they took
+        long long ideal = 0;       // wavefronts without conflicts: one a phase
+        long long wavefronts = 0;  // with them
         std::vector<WarpLog> warps = {};
     };
 
-    // A thread accesses the `bytes` bytes of shared memory from `offset` on.
+    // A thread accesses `bytes` bytes of shared memory at `offset`.
     void count(const char* operation, Site site, int thread, uint32_t offset, int bytes);
 
     // All threads of the block have exited.
     void end_block();
 
-    // Adds what another counter has counted.
+    // Adds another counter's counts.
     void add(const BankCounter& other);
 
     const std::vector<Place>& places() const { return all_places; }
@@ -68,7 +68,7 @@ class BankCounter {
 
     static void evaluate(Place& place, const WarpAccess& access);
 
-    // Of one phase; 0 where none of its lanes takes part.
+    // Wavefronts of one phase; 0 if none of its lanes takes part.
     static int count_wavefronts(const WarpAccess& access, int first_lane, int num_lanes);
 
     std::vector<Place> all_places;

@@ -1,4 +1,4 @@
-// What the threads of a block share: the barrier and the dynamic shared memory.
+// What the threads of a block share: __syncthreads and dynamic shared memory.
 #pragma once
 #include <cstddef>
 
@@ -8,7 +8,7 @@ void __syncthreads(simt::Site site = simt::Site::here());
 
 namespace simt {
 
-// The block's dynamic shared memory, which must have so many bytes and be so aligned.
+// The block's dynamic shared memory; reports where it is smaller or less aligned than that.
 void* require_shared_memory(size_t bytes, size_t alignment, Site site);
 
 }  // namespace simt

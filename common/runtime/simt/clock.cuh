@@ -1,5 +1,5 @@
-// A clock, for the host compiler: the twin of common/runtime/device/clock.cuh. It counts how often it has
-// been read, by any thread: what was read later is larger, and by how much says nothing.
+// A clock, for the host compiler: the twin of common/runtime/device/clock.cuh. It counts its
+// readings by all threads: later readings are larger; differences mean nothing.
 #pragma once
 #include "attention.cuh"
 

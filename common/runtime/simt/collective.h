@@ -1,14 +1,13 @@
-// The one mechanism behind barriers, shuffles and votes: the threads of a group meet, the last one
-// to arrive does the work for all with what each has brought, and all go on. Any instruction that a
-// warp, a warpgroup or a block executes together is a call of collective() with a payload of its
-// own.
+// The one mechanism behind barriers, shuffles and votes: the threads of a group each bring a
+// payload, the last to arrive does the work for all, and all go on. Every instruction that a warp,
+// a warpgroup or a block executes together is a call of collective() with a payload of its own.
 #pragma once
 #include "scheduler.h"
 #include "warp.h"
 
 namespace simt {
 
-// What the threads of a group brought, by their number within the group.
+// The payloads of a group's threads, indexed within the group.
 template <typename Payload>
 class Payloads {
   public:
@@ -21,19 +20,18 @@ class Payloads {
     int first_thread;
 };
 
-// The running thread's warp, once it is certain that it can execute the operation.
+// The running thread's warp; reports where it cannot execute the operation.
 Group& warp_for(const Operation& operation);
 
-// The running thread's warpgroup, once it is certain that it can execute the operation.
+// The running thread's warpgroup; reports where it cannot execute the operation.
 Group& warpgroup_for(const Operation& operation);
 
-// Whether the running thread is the last one to arrive. Threads that arrive at different
-// collectives while each expects the other never complete either; the scheduler reports them when
-// no thread can go on.
+// True for the last thread to arrive. Threads that wait for each other at different collectives
+// never complete either; the scheduler reports them when no thread can go on.
 bool arrive_last(Group& group, const Operation& operation);
 
-// complete(Payloads<Payload>) runs once, when all of the group's threads (or the lanes that
-// operation.mask names) are here.
+// complete(Payloads<Payload>) runs once, when all of the group's threads (or the lanes in
+// operation.mask) have arrived.
 template <typename Payload, typename Complete>
 void collective(Group& group, const Operation& operation, Payload& payload, Complete complete) {
     Worker& worker = *Worker::current();
@@ -55,7 +53,7 @@ inline void collective(Group& group, const Operation& operation) {
     collective(group, operation, nothing, [](auto) {});
 }
 
-// In a collective of a group: reports where its threads have not brought the same.
+// Reports where the threads of a group have brought different payloads.
 template <typename Payload>
 void require_same(const Group& group, const Operation& operation, Payloads<Payload> threads) {
     for (int i = 1; i < group.num_threads; ++i) {

@@ -4,8 +4,9 @@
 
 namespace simt {
 
-// From here to the wait the destination may hold the old or the new elements, which is good for
-// neither: it is poisoned. The source is read when the copy lands; that it can be is tried now.
+// Between issue and wait the destination holds either the old or the new elements, so it is
+// poisoned. The source is read when the copy lands; reading a byte now makes a bad address trap
+// here.
 void start_copy(void* to_shared, const void* from_global, bool valid, Site site) {
     Worker& worker = *Worker::current();
     Thread& self = worker.self();

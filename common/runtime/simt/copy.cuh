@@ -1,6 +1,6 @@
 // Copies between global and shared memory, for the host compiler: the twin of
-// common/runtime/device/copy.cuh. An asynchronous copy lands as late as it may, in the wait that covers its
-// group: a copy that is waited for by too few threads, too late, or never, leaves poison.
+// common/runtime/device/copy.cuh. An asynchronous copy lands as late as it may, in the wait that
+// covers its group; until then its destination is poison.
 #pragma once
 #include "access.h"
 #include "attention.cuh"
@@ -9,8 +9,8 @@ namespace simt {
 
 void start_copy(void* to_shared, const void* from_global, bool valid, Site site);
 
-// Lands all but the `pending` latest groups of the running thread. What is in no group yet is newer
-// than all of them.
+// Lands all but the running thread's `pending` latest groups; copies not yet committed to a group
+// are newer than all of them.
 void land_copies(int pending);
 
 }  // namespace simt

@@ -7,8 +7,8 @@
 
 #include <type_traits>
 
-// Leaves Bessel and zeta functions and their kind out of libstdc++'s <math.h>: they take as long to
-// compile as all else that a simple step includes. <type_traits> has defined it.
+// Leaves the special functions (Bessel, zeta, ...) out of libstdc++'s <math.h>: they take as long
+// to compile as everything else that a simple step includes. <type_traits> defines it.
 #undef _GLIBCXX_USE_STD_SPEC_FUNCS
 #include <math.h>
 
@@ -36,7 +36,7 @@ struct alignas(16) uint4 {
 
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-// As in CUDA, of a number and NaN the number.
+// As in CUDA, the minimum (or maximum) of a number and NaN is the number.
 template <typename A, typename B>
 std::common_type_t<A, B> min(A a, B b) {
     using T = std::common_type_t<A, B>;

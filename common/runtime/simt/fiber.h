@@ -1,16 +1,16 @@
-// A fiber: a stack and the registers of a function that was suspended in the middle. A kernel's
-// threads are fibers. Written by hand because ucontext's swapcontext makes a system call for the
-// signal mask at every switch.
+// A fiber: a stack and the saved registers of a suspended function. A kernel's threads are fibers.
+// Written by hand because ucontext's swapcontext makes a system call for the signal mask at every
+// switch.
 #pragma once
 #include <cstddef>
 
 namespace simt {
 
-// Never moves to another OS thread, so that thread-local addresses which a compiler keeps across a
-// switch stay right.
+// Never moves to another OS thread, so thread-local addresses that the compiler keeps in registers
+// across a switch stay valid.
 class Fiber {
   public:
-    // For the code that runs already, on the OS thread's own stack, to be suspended in.
+    // For the code already running on the OS thread's own stack, so that it can be suspended.
     Fiber() = default;
 
     // Will run entry(), which must not return, on the stack [stack, stack + bytes).
@@ -23,7 +23,7 @@ class Fiber {
     static void enter();
 
     void* stack_pointer = nullptr;
-    const void* stack = nullptr;  // an OS thread's own is known to AddressSanitizer only
+    const void* stack = nullptr;  // null for an OS thread's own: only ASan knows it
     size_t stack_bytes = 0;
     void (*entry)() = nullptr;
 };

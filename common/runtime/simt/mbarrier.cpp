@@ -7,15 +7,15 @@ namespace simt {
 namespace {
 
 constexpr Mbarrier INITIALIZED = 0x726569727261626d;  // what an mbarrier holds in shared memory
-constexpr int MAX_COUNT = (1 << 20) - 1;              // of arrivals, and of bytes
+constexpr int MAX_COUNT = (1 << 20) - 1;              // of arrivals and of bytes
 
-// Its place in shared memory.
+// Its offset in shared memory.
 size_t mbarrier_offset(const Mbarrier& barrier, const char* operation, Site site) {
     require_aligned(&barrier, 8, operation, site);
     return require_shared(&barrier, sizeof(barrier), operation, site);
 }
 
-// Ends the phase where nothing of it is missing: who waits for that goes on.
+// Ends the phase if no arrival and no byte is missing; its waiters go on.
 void end_phase(MbarrierState& state, const char* operation, Site site) {
     if (state.pending > 0 || state.bytes > 0) return;
     if (state.bytes < 0) {

@@ -1,5 +1,5 @@
 // Barriers in shared memory that count arrivals and bytes, for the host compiler: the twin of
-// common/runtime/device/mbarrier.cuh. A phase must get the arrivals and the bytes that it takes, no more.
+// common/runtime/device/mbarrier.cuh. A phase must get exactly the arrivals and bytes it expects.
 #pragma once
 #include "attention.cuh"
 
@@ -13,6 +13,7 @@ void mbarrier_arrive(Mbarrier& barrier, simt::Site site = simt::Site::here());
 
 void mbarrier_arrive_expect_tx(Mbarrier& barrier, int bytes, simt::Site site = simt::Site::here());
 
-// Waits until the phase completes, so that one that never does is a deadlock; sometimes returns
-// false without waiting. When the thread goes on, the next phase may have completed, too.
+// Sometimes returns false at once, to all lanes of a warp alike; else waits until the phase
+// completes, so that one that never does is a deadlock. By the time the thread goes on, the next
+// phase may have completed, too, and then this returns false as well.
 bool mbarrier_try_wait_parity(Mbarrier& barrier, int parity, simt::Site site = simt::Site::here());

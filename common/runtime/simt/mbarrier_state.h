@@ -1,4 +1,4 @@
-// What an mbarrier counts. The scheduler keeps this for each; common/runtime/simt/mbarrier.cpp changes it.
+// What an mbarrier counts. The scheduler keeps one for each; mbarrier.cpp changes it.
 #pragma once
 #include <stdint.h>
 
@@ -9,12 +9,12 @@ namespace simt {
 
 struct MbarrierState {
     Site site;          // of its initialization
-    int initializer;    // a thread
-    bool fenced;        // by a fence_mbarrier_init since
+    int initializer;    // the thread
+    bool fenced;        // by that thread, with fence_mbarrier_init, since
     size_t offset;      // in shared memory
-    int count;          // arrivals a phase takes
-    int pending;        // of them, yet to come
-    int64_t bytes = 0;  // announced, less those landed
+    int count;          // arrivals that a phase expects
+    int pending;        // of them still missing
+    int64_t bytes = 0;  // announced minus landed
     uint32_t phase = 0;
 
     bool in_phase_of(int parity) const { return phase % 2 == uint32_t(parity); }
@@ -32,11 +32,10 @@ struct MbarrierState {
     }
 };
 
-// For the instructions, in common/runtime/simt/mbarrier.cpp: the state of an mbarrier. Reports where there
-// is none, or where its place has been overwritten.
+// The state of an mbarrier; reports where there is none or where its 8 bytes have been overwritten.
 MbarrierState& find_mbarrier(const uint64_t& barrier, const char* operation, Site site);
 
-// A copy has brought `bytes`.
+// A copy has delivered `bytes` bytes.
 void complete_bytes(const uint64_t& barrier, int bytes, const char* operation, Site site);
 
 }  // namespace simt

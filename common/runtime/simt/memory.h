@@ -1,5 +1,5 @@
-// Memory between guard pages: an access past either end of a buffer is a trap, and a known address
-// says which buffer.
+// Memory between guard pages: an access past either end of a buffer traps, and the address tells
+// which buffer it was.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -67,12 +67,12 @@ class GuardedPages {
 
 enum class Flush { END, START };  // which end of a buffer touches a guard page
 
-// A poisoned buffer. Whole pages rarely fit: the slack at the end that does not touch its guard
-// page is poisoned too, so that reads there give NaN and damaged_slack() tells of writes.
+// A poisoned buffer. It rarely fills whole pages: the slack at the end that touches no guard page
+// is poisoned too, so reads there give NaN and damaged_slack() detects writes.
 class Buffer {
   public:
-    // The buffer's address is `misalignment` modulo `alignment`, a power of two; to keep that, up
-    // to alignment - 1 bytes of slack may lie at the flush end too.
+    // The buffer's address is `misalignment` modulo `alignment`, a power of two; that may take up
+    // to alignment - 1 bytes of slack at the flush end too.
     Buffer(const char* name, size_t bytes, size_t alignment, size_t misalignment, Flush flush)
         : name(name), bytes(bytes), pages(bytes + alignment, GUARD_BYTES) {
         if (flush == Flush::START) {
@@ -92,15 +92,15 @@ class Buffer {
     }
     bool guards(const std::byte* address) const { return pages.guards(address); }
 
-    // Where a write outside the buffer left its mark, "before the start" or "past the end"; nullptr
-    // where none did.
+    // Where the slack has been written to, "before the start" or "past the end"; nullptr if
+    // nowhere.
     const char* damaged_slack() const {
         if (!is_poison(pages.begin(), data)) return "before the start";
         if (!is_poison(data + bytes, pages.end())) return "past the end";
         return nullptr;
     }
 
-    // Says where in or around the buffer an address is that it guards.
+    // Describes an address within the buffer or its guard pages.
     void describe(Report& report, const std::byte* address) const {
         const ptrdiff_t offset = address - data;
         if (offset < 0) {

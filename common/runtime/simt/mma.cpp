@@ -23,8 +23,8 @@ float upper(uint32_t packed) {
 
 }  // namespace
 
-// After all lanes have named their rows each reads its elements in its own time, so that what
-// another lane writes next is seen too early where a __syncwarp() is missing.
+// Once all lanes have passed their row addresses, each reads its elements when it runs next: where
+// a __syncwarp() is missing, it sees what other lanes write after their ldmatrix.
 void ldmatrix(uint32_t (&r)[4], const void* row, bool transposed, const char* name, Site site) {
     struct Payload {
         const uint16_t* row;
@@ -46,7 +46,8 @@ void ldmatrix(uint32_t (&r)[4], const void* row, bool transposed, const char* na
     for (int m = 0; m < 4; ++m) r[m] = *payload.lower[m] | uint32_t{*payload.upper[m]} << 16;
 }
 
-// The inverse of ldmatrix: lanes that have named their rows each write theirs in their own time.
+// The inverse of ldmatrix: once all lanes have passed their rows, each writes its own when it runs
+// next.
 void stmatrix(void* row, const uint32_t (&r)[4], const char* name, Site site) {
     struct Payload {
         const uint32_t* r;
@@ -64,9 +65,8 @@ void stmatrix(void* row, const uint32_t (&r)[4], const char* name, Site site) {
 
 }  // namespace simt
 
-// A product of two 16-bit numbers is exact in float. They are added one after another, each sum
-// rounded to nearest; the hardware may add in any order and round in other ways, as long as it
-// keeps at least float's precision.
+// Products of two 16-bit numbers are exact in float; they are added in the order of k, rounding to
+// nearest. The hardware may add in another order and round differently.
 template <simt::MatrixElement T>
 void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                   simt::Site site) {

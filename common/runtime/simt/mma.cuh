@@ -1,5 +1,5 @@
-// The warp's matrix instructions, for the host compiler: the twin of common/runtime/device/mma.cuh, which
-// says what each does. A whole warp must come to the same instruction.
+// The warp's matrix instructions, for the host compiler: the twin of common/runtime/device/mma.cuh,
+// which says what each does. All lanes of a warp must execute the same instruction.
 #pragma once
 #include "attention.cuh"
 
@@ -35,10 +35,10 @@ uint32_t cvt_rn_x2(float lo, float hi) {
 }
 
 inline float ex2_approx_ftz(float x) {
-    const float y = exp2f(x);  // of a subnormal 1, as of the 0 that the hardware takes it for
+    const float y = exp2f(x);  // a subnormal x gives 1, like the 0 that the hardware flushes it to
     return y < 0x1p-126f ? 0.0f : y;
 }
 
 inline float lg2_approx_ftz(float x) {
-    return log2f(fabsf(x) < 0x1p-126f ? 0.0f : x);  // as the hardware takes a subnormal
+    return log2f(fabsf(x) < 0x1p-126f ? 0.0f : x);  // the hardware flushes subnormals
 }

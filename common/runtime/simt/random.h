@@ -11,7 +11,7 @@ inline uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// A number that depends on both.
+// Combines both into one hash.
 inline uint64_t mix(uint64_t x, uint64_t y) { return mix(mix(x) + y); }
 
 class Random {

@@ -1,4 +1,4 @@
-// How the runtime says what a kernel did wrong: one report on stderr, then the process ends.
+// How the runtime reports what a kernel did wrong: one report on stderr, then the process exits.
 #pragma once
 #include <stdarg.h>
 #include <stdio.h>
@@ -12,8 +12,8 @@ namespace simt {
 constexpr int FAULT_EXIT_CODE = 65;                  // sanitizers exit with 1
 constexpr const char* PROGRESS = "still computing";  // begins a line that is no fault
 
-// Text of bounded length; allocates nothing, so that a signal handler can write it. The first line
-// sums it up.
+// Text of bounded length; allocates nothing, so a signal handler can write it. Its first line is a
+// summary.
 class Report {
   public:
     __attribute__((format(printf, 2, 3))) Report& add(const char* format, ...) {
@@ -34,7 +34,7 @@ class Report {
         }
     }
 
-    // Prints and ends the process. Where several threads fail at once, only the first one is heard.
+    // Prints and exits the process. Of several threads that fail at once, only the first reports.
     [[noreturn]] void fail() {
         static bool reported = false;
         while (__atomic_test_and_set(&reported, __ATOMIC_RELAXED)) pause();

@@ -1,4 +1,4 @@
-// What AddressSanitizer must be told about fibers; nothing in a build without it.
+// Tells AddressSanitizer about fibers; does nothing in a build without it.
 #pragma once
 #include <stddef.h>
 
@@ -15,7 +15,7 @@
 
 namespace simt {
 
-// Before a switch to a fiber with that stack.
+// Call before switching to a fiber with that stack.
 inline void sanitizer_start_switch([[maybe_unused]] const void* stack,
                                    [[maybe_unused]] size_t bytes) {
 #if SIMT_ADDRESS_SANITIZER
@@ -23,7 +23,7 @@ inline void sanitizer_start_switch([[maybe_unused]] const void* stack,
 #endif
 }
 
-// After a switch: tells the stack that was left.
+// Call after a switch; returns the stack that was left.
 inline void sanitizer_finish_switch([[maybe_unused]] const void** stack,
                                     [[maybe_unused]] size_t* bytes) {
 #if SIMT_ADDRESS_SANITIZER

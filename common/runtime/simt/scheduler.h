@@ -1,6 +1,6 @@
-// Runs a kernel's blocks: one OS thread a block in flight, one fiber a thread. Fibers switch only
-// where threads wait for each other; which one goes on is drawn from the seed and the block's
-// index, so that any order can be had again.
+// Runs a kernel's blocks: one OS thread per block in flight, one fiber per thread. Fibers switch
+// only where threads synchronize or start something asynchronous; which one goes on is drawn from
+// the seed and the block's index, so that every order can be reproduced.
 #pragma once
 #include <stdint.h>
 
@@ -29,7 +29,7 @@ struct Launch {
     size_t smem_bytes;
     Flush smem_flush;
     uint64_t seed;
-    bool odd;  // the second of a check's two runs: it does where drawn what the first leaves out
+    bool odd;  // the second of a check's two runs, which draws the opposite in in_this_run()
     bool count_banks;
 };
 
@@ -41,26 +41,26 @@ class Worker {
     Worker(const Worker&) = delete;
     Worker& operator=(const Worker&) = delete;
 
-    // The calling OS thread's; nullptr where it runs no kernel.
+    // The calling OS thread's worker; nullptr if it runs no kernel.
     static Worker* current() { return current_worker; }
 
     void run_block(uint32_t block);
 
-    // From here the running thread waits in a collective, until make_runnable() is called for it.
+    // The running thread waits from here on, until make_runnable() is called for it.
     void start_waiting(const Operation& operation, void* payload);
 
-    // Lets a runnable thread go on; returns when it is this one's turn again.
+    // Switches to a runnable thread; returns when it is this one's turn again.
     void yield();
 
     void make_runnable(int thread);
 
-    // The copy lands later, as late as when no thread can go on without it.
+    // The load lands later, at the latest when no thread can go on without it.
     void start_load(const BulkCopy& load) { loads.push_back(load); }
 
-    // The first so many of the thread's stores, which have all read their elements, write them.
+    // Lands the thread's first `count` stores; all have already read shared memory.
     void land_stores(Thread& thread, size_t count);
 
-    // Whether the block's copies need not be as late as they may.
+    // True if the block's copies may land before they have to.
     bool may_copy_early() const { return copies_may_be_early; }
 
     // True once in n calls on average.
@@ -90,16 +90,16 @@ class Worker {
     const Buffer& shared_memory() const { return smem; }
     AsyncView& async_view() { return smem_async_view; }
     const AsyncView& async_view() const { return smem_async_view; }
-    // The block's that have been initialized, by their place in shared memory.
+    // The block's initialized mbarriers, by their offset in shared memory.
     std::map<size_t, MbarrierState>& mbarriers() { return all_mbarriers; }
-    // The running thread's warp's.
+    // Of the running thread's warp.
     WgmmaState& wgmma() { return wgmma_states[running / WARP_SIZE]; }
     NamedBarrier& named_barrier(int id) { return named_barriers[id]; }
     RegisterPool& registers() { return register_pool; }
-    // nullptr where the launch asks for no count.
+    // nullptr unless the launch counts bank conflicts.
     BankCounter* banks() { return launch.count_banks ? &bank_counter : nullptr; }
 
-    // The thread whose stack has overflowed into this address, or NO_THREAD.
+    // The thread whose stack guard contains the address, or NO_THREAD.
     static constexpr int NO_THREAD = -1;
     int overflowed_stack(const std::byte* address) const;
 
@@ -109,31 +109,31 @@ class Worker {
     // Begins a report: "<what> in kernel K, block B, thread T".
     Report fault(const char* what) const;
 
-    // Where the running thread is, as closely as is known.
+    // Adds the last collective that the running thread passed.
     void describe_progress(Report& report) const;
 
   private:
     static constexpr size_t STACK_BYTES = size_t{1} << 18;
     static constexpr size_t STACK_GUARD_BYTES = size_t{1} << 16;
 
-    // A thread's fiber outlives the block: resumed after its thread has exited, it runs a thread of
-    // the next block.
+    // A fiber outlives its thread: resumed after the thread has exited, it runs a thread of the
+    // next block.
     static void run_threads();
 
     void exit_thread();
 
     bool is_awaited(const BulkCopy& load) const;
 
-    // The loads that some thread waits for come first; returns how many they are.
+    // Moves the loads that some thread waits for to the front; returns their number.
     size_t sort_loads();
 
-    // Any of the first so many.
+    // Lands one of the first `candidates` loads, drawn at random.
     void land_load(size_t candidates);
 
-    // A block must not end before all that was started, or announced, has arrived.
+    // Reports loads in flight, and bytes announced to an mbarrier that have not arrived.
     void require_loads_landed() const;
 
-    // A warp with a runnable thread: the running one where it goes first, or else any.
+    // Draws a warp with a runnable thread; if one_warp_first, prefers the running one.
     Group& next_warp();
 
     // Draws a runnable thread and declares it running.
@@ -154,12 +154,12 @@ class Worker {
     RegisterPool register_pool;
     Fiber scheduler;  // run_block(), suspended while threads run
     int num_runnable = 0;
-    // Drawn for each block: a warp goes on for as long as it can before another has its turn. Where a
-    // barrier is missing it then overwrites what the others have yet to read; when every thread is
-    // drawn at random, a warp that has to meet in shuffles never gets so far ahead.
+    // Drawn for each block: a warp runs for as long as it can before another gets its turn. Where a
+    // barrier is missing, it then overwrites what the others have yet to read; were every thread
+    // drawn at random, a warp that synchronizes in shuffles would never get so far ahead.
     bool one_warp_first = false;
-    // Drawn for each block: loads land at any time, stores in order as soon as they have read their
-    // elements; else all as late as they may, the latest stores first.
+    // Drawn for each block: loads land at any time, and stores in order, as soon as they have read
+    // shared memory; otherwise all land as late as possible, the latest stores first.
     bool copies_may_be_early = false;
     int running = NO_THREAD;
     int num_exited = 0;

@@ -1,11 +1,10 @@
-// Where in a step something is done.
+// A place in the source.
 #pragma once
 #include <string.h>
 
 namespace simt {
 
-// A place in a step's source. As a default argument, `Site site = Site::here()` is the caller's
-// place.
+// File and line. As a default argument, `Site site = Site::here()` is the caller's.
 struct Site {
     const char* file = "";
     int line = 0;

@@ -1,4 +1,4 @@
-// Says why no thread of a block can go on although not all have exited, and who waits where.
+// Describes why no thread of a block can go on although not all have exited, and who waits where.
 #pragma once
 #include <map>
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace simt {
 
-// Whether thread i waits in an operation of its warp that names thread j of that warp.
+// True if thread i waits in an operation of its warp whose mask contains thread j's lane.
 inline bool waits_for(const std::vector<Thread>& threads, size_t i, size_t j) {
     return threads[i].state == Thread::WAITING && threads[i].operation.mask >> j % WARP_SIZE & 1;
 }
@@ -47,8 +47,8 @@ inline void describe_ranges(Report& report, const std::vector<size_t>& numbers) 
     }
 }
 
-// One line for all threads that wait for the same, one for those that have exited, one for each
-// mbarrier that is waited for.
+// One line for each set of threads that wait for the same operation, one for those that have
+// exited, one for each mbarrier that is waited for.
 inline void describe_stall(Report& report, const std::vector<Thread>& threads,
                            const std::map<size_t, MbarrierState>& mbarriers) {
     const auto alike = [](const Thread& a, const Thread& b) {

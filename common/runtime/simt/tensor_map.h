@@ -1,5 +1,5 @@
-// What the runtime keeps in a TensorMap; common/runtime/tensor_map.py fills it in. The tensor's axes are
-// d, row, head and batch, of elements that are contiguous along d.
+// The contents of a TensorMap; common/runtime/tensor_map.py fills it in. The tensor's axes are d,
+// row, head and batch; elements are contiguous along d.
 #pragma once
 #include <stdint.h>
 
@@ -15,15 +15,15 @@ struct TensorMapFields {
     int64_t strides[3];  // in bytes; of row, head and batch
     int32_t box_columns, box_rows;
     int32_t swizzle;
-    int32_t valid;  // VALID_TENSOR_MAP; 0 where the launch descriptor asks for no map
+    int32_t valid;  // VALID_TENSOR_MAP; 0 if the launch descriptor has no such box
     int32_t element_bytes;
 };
 
-// A box of a tensor, and its place in shared memory.
+// A box of a tensor and its image in shared memory.
 struct TensorBox {
     TensorMapFields map;
-    int first[4];          // d, row, head, batch of the box's first element
-    std::byte* in_shared;  // where that lies
+    int first[4];          // index of the box's first element: d, row, head, batch
+    std::byte* in_shared;  // address of that element
 };
 
 }  // namespace simt

@@ -12,13 +12,13 @@
 
 namespace simt {
 
-// What threads do together, e.g. a shuffle: which thread waits where, or else was last.
+// An operation of several threads, e.g. a shuffle: the one a thread waits in, or else its latest.
 struct Operation {
-    const char* name = nullptr;  // nullptr before a thread's first
+    const char* name = nullptr;  // nullptr before a thread's first operation
     Site site = {};
-    uint32_t mask = 0;  // the lanes of the warp that take part; 0 in groups larger than a warp
-    int mbarrier = -1;  // that the thread waits for: its byte in shared memory; -1 if for none
-    int parity = 0;     // of the phase that it waits for
+    uint32_t mask = 0;  // participating lanes of a warp; 0 in larger groups
+    int mbarrier = -1;  // offset of the mbarrier that the thread waits for; -1 if none
+    int parity = 0;     // of the phase it waits for
 
     bool operator==(const Operation& other) const {
         return name == other.name && mask == other.mask && site == other.site &&
@@ -32,23 +32,23 @@ struct Operation {
     }
 };
 
-// A cp.async that has not landed: 16 bytes, zeros where there is nothing to copy from.
+// A cp.async in flight: 16 bytes, zeros if `from` is null.
 struct AsyncCopy {
     Site site;
     void* to;
     const void* from;
-    uint64_t group;  // how many groups its thread had committed at its issue
+    uint64_t group;  // committed by its thread before its issue
 };
 
-// A TMA copy that has not landed.
+// A TMA copy in flight.
 struct BulkCopy {
     const char* name;
     Site site;
-    uint64_t group;  // of a store: how many groups its thread had committed
-    int mbarrier;    // of a load: its byte in shared memory
+    uint64_t group;  // of a store: groups committed by its thread before its issue
+    int mbarrier;    // of a load: offset in shared memory
     TensorBox box;
-    void (*land)(const BulkCopy&);  // of a store: writes the elements; of a load: does all of it
-    std::vector<std::byte> elements = {};  // of a store: what it has read; empty before
+    void (*land)(const BulkCopy&);         // a store: writes the elements; a load: copies
+    std::vector<std::byte> elements = {};  // that a store has read; empty before
 };
 
 struct Thread {
@@ -57,16 +57,16 @@ struct Thread {
     Fiber fiber;
     State state;
     Operation operation;
-    void* payload;  // what it brought to the collective; on its stack, so valid while it waits
-    uint64_t wait_key = 0;          // of its last mbarrier_try_wait_parity: place, mbarrier, phase
-    uint64_t wait_attempts = 0;     // that it has made with this key before
+    void* payload;  // brought to a collective; lies on the thread's stack, valid while it waits
+    uint64_t wait_key = 0;          // latest mbarrier_try_wait_parity: line, mbarrier and phase
+    uint64_t wait_attempts = 0;     // earlier attempts with this key
     std::vector<AsyncCopy> copies;  // the block's, in the order of their issue
     uint64_t num_copy_groups = 0;   // committed so far
     std::vector<BulkCopy> stores;   // the block's, in the order of their issue
     uint64_t num_store_groups = 0;  // committed so far
 };
 
-// A collective that some, not all of its threads have reached.
+// A collective that some but not all of its threads have reached.
 struct Rendezvous {
     Operation operation;
     int expected, arrived;
@@ -76,7 +76,7 @@ struct Rendezvous {
 struct Group {
     int first_thread, num_threads;
     std::vector<Rendezvous> open = {};  // several where lanes diverge
-    std::vector<int> runnable = {};     // of a warp: its runnable threads, in no particular order
+    std::vector<int> runnable = {};     // a warp's runnable threads, in no particular order
 };
 
 }  // namespace simt

@@ -19,14 +19,14 @@ int box_bytes(const TensorBox& box) {
     return box.map.box_rows * box.map.box_columns * box.map.element_bytes;
 }
 
-// Bits 4-6 of an address change by its bits 7-9, or the lower ones of these; where a box begins all
-// of them are 0.
+// XORs bits 4-6 of an offset with its bits 7-9, or the lower of these; a box begins where all of
+// them are 0.
 size_t swizzled(const TensorMapFields& map, size_t place) {
     const size_t bits = (1 << map.swizzle) - 1;
     return place ^ (place >> 7 & bits) << 4;
 }
 
-// nullptr outside of the tensor.
+// nullptr outside the tensor.
 std::byte* element_address(const TensorMapFields& map, const int64_t (&index)[4]) {
     int64_t offset = index[0] * map.element_bytes;
     for (int axis = 0; axis < 4; ++axis) {
@@ -36,7 +36,7 @@ std::byte* element_address(const TensorMapFields& map, const int64_t (&index)[4]
     return reinterpret_cast<std::byte*>(map.address) + offset;
 }
 
-// copy(in_shared, in_tensor, bytes) for each chunk of the box, of which so many bytes, the first,
+// Calls copy(in_shared, in_tensor, bytes) for each chunk of the box; only its first `bytes` bytes
 // lie in the tensor.
 template <typename Copy>
 void for_each_chunk(const TensorBox& box, Copy copy) {
@@ -54,7 +54,7 @@ void for_each_chunk(const TensorBox& box, Copy copy) {
     }
 }
 
-// The box that an instruction names, once it is certain that it can be copied.
+// The box that an instruction copies; reports where it cannot be copied.
 TensorBox tensor_box(const TensorMap& tensor_map, const int (&first)[4], const void* shared,
                      bool stored, const Operation& operation) {
     const auto [d, row, head, batch] = first;
@@ -66,7 +66,7 @@ TensorBox tensor_box(const TensorMap& tensor_map, const int (&first)[4], const v
             .add(" needs the map of a tensor whose box in the launch descriptor has rows")
             .fail();
     }
-    // Both are seen on an H200, which calls the instruction illegal.
+    // An H200 reports both as an illegal instruction.
     if (d * box.map.element_bytes % 16) {
         operation_fault("misaligned box", operation)
             .add(" needs a d of a multiple of 16 bytes, not %d elements", d)
@@ -77,7 +77,7 @@ TensorBox tensor_box(const TensorMap& tensor_map, const int (&first)[4], const v
             .add(" can start no box at d %d, row %d, head %d, batch %d", d, row, head, batch)
             .fail();
     }
-    // How rows that are shorter than the swizzle lie is not documented.
+    // The layout of rows shorter than the swizzle is not documented.
     const size_t span = box.map.swizzle ? 16 << box.map.swizzle : 16;
     const size_t row_bytes = box.map.box_columns * box.map.element_bytes;
     if (box.map.swizzle && row_bytes != span) {
@@ -90,7 +90,7 @@ TensorBox tensor_box(const TensorMap& tensor_map, const int (&first)[4], const v
     return box;
 }
 
-// What a store reads of shared memory.
+// Reads the box from shared memory, as a store does.
 std::vector<std::byte> read_box(const TensorBox& box, Site site) {
     std::vector<std::byte> elements(box_bytes(box));
     read_async(box.in_shared, elements.size(), elements.data(), STORE, site);
@@ -115,7 +115,7 @@ void land_store(const BulkCopy& store) {
     });
 }
 
-// How many of the running thread's stores are not in its `pending` latest groups.
+// The number of the running thread's stores outside its `pending` latest groups.
 size_t num_stores_before(uint64_t pending) {
     const Thread& self = Worker::current()->self();
     size_t count = 0;
@@ -128,8 +128,8 @@ size_t num_stores_before(uint64_t pending) {
 
 }  // namespace
 
-// From here to the mbarrier's phase the destination may hold the old or the new elements: it is
-// poisoned.
+// Until the mbarrier's phase completes the destination holds either the old or the new elements, so
+// it is poisoned.
 void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mbarrier& barrier,
                 Site site) {
     const Operation operation = {LOAD, site};
@@ -153,7 +153,7 @@ void start_store(const TensorMap& map, const int (&first)[4], const void* from_s
     Worker& worker = *Worker::current();
     Thread& self = worker.self();
     const TensorBox box = tensor_box(map, first, from_shared, true, {STORE, site});
-    read_box(box, site);  // might be now
+    read_box(box, site);  // the hardware may read it now
     self.stores.push_back({STORE, site, self.num_store_groups, -1, box, land_store});
     worker.may_fall_behind(mix(site.line, self.num_store_groups));
 }

@@ -1,7 +1,7 @@
-// The tensor memory accelerator, for the host compiler: the twin of common/runtime/device/tma.cuh. A load
-// lands at any time after its issue, in half of the blocks as late as it may, and its place is
-// poison until then; a store reads shared memory in the wait that covers its group, and writes the
-// tensor at once or, in half of the blocks, as late as it may, after the stores that follow it.
+// The tensor memory accelerator, for the host compiler: the twin of common/runtime/device/tma.cuh.
+// A load lands at any time after its issue, in half of the blocks as late as possible; until then
+// its destination is poison. A store reads shared memory in the wait that covers its group and then
+// writes the tensor at once or, in half of the blocks, as late as possible, after later stores.
 #pragma once
 #include "mbarrier.cuh"
 
@@ -12,8 +12,8 @@ void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mb
                 Site site);
 void start_store(const TensorMap& map, const int (&first)[4], const void* from_shared, Site site);
 
-// Of the running thread's stores those that are not in its `pending` latest groups. What is in no
-// group yet is newer than all of them.
+// All of the running thread's stores but those of its `pending` latest groups; stores not yet
+// committed to a group are newer than all of them.
 void read_stores(int pending);
 void land_stores(int pending);
 

@@ -81,7 +81,7 @@ void describe_code(Report& report, const Worker& worker, const void* context) {
     report.add(">");
 }
 
-// The buffer that an address lies in, or whose guard pages it lies in; nullptr where there is none.
+// The buffer whose bytes or guard pages contain the address; nullptr if none.
 const Buffer* find_buffer(const std::byte* address) {
     const Worker* worker = Worker::current();
     if (worker && worker->shared_memory().guards(address)) return &worker->shared_memory();
@@ -91,7 +91,7 @@ const Buffer* find_buffer(const std::byte* address) {
     return nullptr;
 }
 
-// Whether the trapped access was a write.
+// True if the trapped access was a write.
 bool trapped_on_write(const void* context) {
     [[maybe_unused]] const auto* machine = static_cast<const ucontext_t*>(context);
 #if defined(__linux__) && defined(__x86_64__)
@@ -192,15 +192,14 @@ void install_traps(int limit_s) {
 
 }  // namespace simt
 
-// Hooks of the sanitizers, which nothing calls in other builds. They know the line; the place in the
-// grid is added.
+// Hooks that only the sanitizers call. Their report has the line; this adds the place in the grid.
 extern "C" void __asan_on_error() {
     if (const simt::Worker* worker = simt::Worker::current())
         worker->fault("sanitizer error").add("\n").print();
 }
 extern "C" void __ubsan_on_report() { __asan_on_error(); }
 
-// Leaks mean nothing in a program that runs once, and a second stack for each fiber costs too much.
+// Leaks do not matter in a program that runs once; a fake stack for each fiber costs too much.
 extern "C" const char* __asan_default_options() {
     return "detect_leaks=0:detect_stack_use_after_return=0";
 }

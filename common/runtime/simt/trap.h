@@ -9,19 +9,19 @@
 
 namespace simt {
 
-// The buffers that a kernel's parameter points to; does not change while kernels run.
+// The buffers that a kernel's parameter points to; constant while kernels run.
 inline std::vector<Buffer> global_buffers;
 
-// Says of an address which buffer it lies in, or whose guard pages.
+// Adds which buffer, or whose guard pages, an address lies in.
 void describe_address(Report& report, const std::byte* address);
 
-// For the process, before it makes any OS thread. The time limit counts from here; its signal, which
-// now and then prints a line that says what runs, goes to an OS thread that is busy with a kernel,
-// since all others block it.
+// Call once, before the process creates OS threads. The time limit counts from here; its signal,
+// which also prints the progress of long launches, goes to an OS thread that runs a kernel, since
+// all others block it.
 void install_traps(int time_limit_s);
 
-// For an OS thread while it runs kernels. Handlers get a stack of their own, as a fiber's may just
-// have overflowed.
+// Lives while an OS thread runs kernels. Gives signal handlers a stack of their own, since the
+// fiber's may have overflowed.
 class TrapScope {
   public:
     TrapScope() : pages(STACK_BYTES, page_bytes()) {

@@ -1,4 +1,4 @@
-// Vector accesses to memory, which on the device need an aligned address and here check that.
+// Vector accesses to memory, which need an aligned address, as on the device.
 #pragma once
 #include "access.h"
 #include "cuda.h"

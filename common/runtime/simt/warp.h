@@ -1,6 +1,6 @@
 // What the lanes of a warp do together: __syncwarp, shuffles and votes. Stricter than the hardware,
-// so that programs that happen to work are rejected, too: every lane that the mask names must exist,
-// must not have exited, and must come to the same place with the same mask.
+// to reject programs that merely happen to work: every lane in the mask must exist, must not have
+// exited, and must reach the same source line with the same mask.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -16,7 +16,7 @@ constexpr uint32_t ALL_LANES = 0xffffffff;
 
 int lane_id();  // of the running thread
 
-// Every lane gives bits and gets those of lane `source`, which the mask must name.
+// Each lane contributes `bits` and gets those of lane `source`, which the mask must contain.
 uint64_t exchange(const char* name, uint32_t mask, uint64_t bits, int source, Site site);
 
 template <typename T>
@@ -46,7 +46,7 @@ T __shfl_xor_sync(uint32_t mask, T x, int lane_mask, simt::Site site = simt::Sit
     return simt::shuffle("__shfl_xor_sync", mask, x, source & (simt::WARP_SIZE - 1), site);
 }
 
-// Where the source would lie outside of the warp, a lane keeps its own value.
+// Where the source lane would lie outside the warp, a lane keeps its own value.
 template <simt::Shuffled T>
 T __shfl_down_sync(uint32_t mask, T x, uint32_t delta, simt::Site site = simt::Site::here()) {
     const uint32_t lane = simt::lane_id();

@@ -12,7 +12,7 @@ struct RegisterCount {  // of a thread
     void describe(Report& report) const { report.add("%d registers", registers); }
 };
 
-// Has the warpgroup meet; then change(pool, number of the warpgroup) runs once.
+// A collective of the warpgroup in which change(pool, index of the warpgroup) runs once.
 template <typename Change>
 void change_registers(const Operation& operation, int registers, Change change) {
     Group& warpgroup = warpgroup_for(operation);
@@ -23,14 +23,14 @@ void change_registers(const Operation& operation, int registers, Change change) 
     });
 }
 
-// Begins a report about a change in the wrong direction.
+// Begins a report about a setmaxnreg in the wrong direction.
 Report register_fault(const Operation& operation, int registers, int held) {
     Report report = operation_fault("wrong number of registers", operation);
     report.add(" from %d to %d a thread", held, registers);
     return report;
 }
 
-// Lets those go on for whom there is enough.
+// Grants the requests for which there are enough registers.
 void grant_registers(RegisterPool& pool) {
     std::erase_if(pool.requests, [&](const RegisterRequest& request) {
         if (pool.missing(request.warpgroup, request.registers) > pool.free) return false;
@@ -40,10 +40,10 @@ void grant_registers(RegisterPool& pool) {
     });
 }
 
-// What the lanes of a warp bring to a named barrier.
+// A warp's arrival at a named barrier.
 struct Arrival {
     int id, num_threads;
-    uint32_t round = 0;  // that they have come to
+    uint32_t round = 0;  // that it arrives in
 
     bool operator==(const Arrival& other) const {
         return id == other.id && num_threads == other.num_threads;
@@ -51,7 +51,7 @@ struct Arrival {
     void describe(Report& report) const { report.add("barrier %d, %d threads", id, num_threads); }
 };
 
-// The warp comes to a barrier, and may begin its next round.
+// The warp arrives at a barrier; the last warp of a round begins the next.
 Arrival arrive(const char* name, int id, int num_threads, Site site) {
     const Operation operation = {name, site, ALL_LANES};
     Worker& worker = *Worker::current();
@@ -102,7 +102,7 @@ void give_registers(int registers, Site site) {
     });
 }
 
-// Where there is not enough, the threads wait until others have given theirs back.
+// If there are too few, the threads wait until another warpgroup gives some back.
 void take_registers(int registers, Site site) {
     const Operation operation = {"setmaxnreg_inc", site};
     change_registers(operation, registers, [&](RegisterPool& pool, int warpgroup) {

@@ -1,5 +1,5 @@
-// Registers that move between warpgroups, and barriers for some of a block's threads, for the host
-// compiler: the twin of common/runtime/device/warpgroup.cuh, which says what each does.
+// setmaxnreg and named barriers, for the host compiler: the twin of
+// common/runtime/device/warpgroup.cuh, which says what each function does.
 #pragma once
 #include "attention.cuh"
 

@@ -1,5 +1,5 @@
-// A block's named barriers, and the registers that its warpgroups give each other. The scheduler keeps
-// this; common/runtime/simt/warpgroup.cpp changes it.
+// A block's named barriers and the register pool that setmaxnreg redistributes. The scheduler keeps
+// them; warpgroup.cpp changes them.
 #pragma once
 #include <stdint.h>
 
@@ -12,9 +12,9 @@ namespace simt {
 constexpr int WARPGROUP_SIZE = 128;
 constexpr int NUM_BARRIERS = 16;  // of a block; 0 is that of __syncthreads
 
-// A barrier begins a new round when all threads of one have come.
+// A barrier begins a new round when all threads of the current one have arrived.
 struct NamedBarrier {
-    int expected = 0, arrived = 0;  // threads of this round
+    int expected = 0, arrived = 0;  // threads, in this round
     uint32_t round = 0;
     std::vector<int> waiting = {};  // for the end of this round
 
@@ -23,13 +23,13 @@ struct NamedBarrier {
     }
 };
 
-// A warpgroup that waits for registers.
+// A setmaxnreg_inc that waits for registers.
 struct RegisterRequest {
-    int warpgroup, registers;       // as many a thread
-    std::vector<int> waiting = {};  // of its threads
+    int warpgroup, registers;       // per thread
+    std::vector<int> waiting = {};  // threads
 };
 
-// A block has those that it is launched with: as many a thread as __launch_bounds__ allows.
+// A block has the registers it is launched with: per thread, as many as __launch_bounds__ allows.
 class RegisterPool {
   public:
     explicit RegisterPool(int num_threads)
@@ -44,7 +44,7 @@ class RegisterPool {
         requests.clear();
     }
 
-    // How many more registers a warpgroup needs to have so many a thread; fewer than 0 to give back.
+    // Registers that a warpgroup needs in addition to have `registers` per thread; negative: frees.
     int missing(int warpgroup, int registers) const {
         return (registers - held[warpgroup]) * WARPGROUP_SIZE;
     }
@@ -59,9 +59,9 @@ class RegisterPool {
                    missing(request.warpgroup, request.registers), free);
     }
 
-    std::vector<int> held = {};  // by each warpgroup, a thread
+    std::vector<int> held = {};  // per thread, by each warpgroup
     int free = 0;
-    std::vector<RegisterRequest> requests = {};  // in the order of their coming
+    std::vector<RegisterRequest> requests = {};  // in order of arrival
 
   private:
     static constexpr int SM_REGISTERS = 65536, MAX_REGISTERS = 256;

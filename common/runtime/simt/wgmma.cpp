@@ -11,9 +11,9 @@ constexpr const char* WGMMA = "wgmma_m64nNk16";
 constexpr const char* WAIT = "wgmma_wait_group";
 constexpr int WGMMA_K = 16;
 constexpr int WARP_ROWS = 16;                             // of A and D
-constexpr int CHUNK_BYTES = 16, CHUNK = CHUNK_BYTES / 2;  // what a swizzle moves; its elements
+constexpr int CHUNK_BYTES = 16, CHUNK = CHUNK_BYTES / 2;  // what a swizzle moves, and its elements
 
-// D while it is written: a NaN that, unlike POISON, no arithmetic on it gives.
+// D while it is in flight: a NaN that no arithmetic produces, unlike POISON.
 constexpr uint32_t IN_FLIGHT = 0xffbfffff;
 
 Report operand_fault(const char* what, const WgmmaOperand& operand, Site site) {
@@ -22,7 +22,7 @@ Report operand_fault(const char* what, const WgmmaOperand& operand, Site site) {
     return report;
 }
 
-// Checks what can be said of a descriptor without reading; size is the matrix's along M or N.
+// Checks a descriptor without reading the matrix; size is the matrix's along M or N.
 void require_operand(const WgmmaOperand& operand, int size, Site site) {
     if (operand.bits & 0x3fffc000c000c000) {
         operand_fault("unsupported descriptor", operand, site)
@@ -45,16 +45,16 @@ void require_operand(const WgmmaOperand& operand, int size, Site site) {
     }
 }
 
-// As [WGMMA_K, size] the operand's rows (of B, columns) from `first` on. The layouts are those that
-// CUTLASS calls canonical, in cute/arch/mma_sm90_desc.hpp: a line of chunks along the contiguous
-// axis, and such lines in eights.
+// Reads `size` rows of A (or columns of B) from `first` on, as [WGMMA_K, size]. The layouts are
+// those that CUTLASS calls canonical, in cute/arch/mma_sm90_desc.hpp: lines of chunks along the
+// contiguous axis, in groups of eight lines.
 template <typename T>
 std::vector<float> read_operand(const WgmmaOperand& operand, int size, int first, Site site) {
     std::vector<float> matrix(WGMMA_K * size);
     const Buffer& smem = Worker::current()->shared_memory();
     const bool k_major = operand.major == K_MAJOR;
     const int row = operand.row(), row_chunks = row / CHUNK_BYTES;
-    // Without a swizzle the two change roles in MN_MAJOR.
+    // Without a swizzle, stride and leading bytes swap roles in MN_MAJOR.
     const bool exchanged = !k_major && !operand.swizzle();
     const int eight_lines = exchanged ? operand.leading() : operand.stride();
     const int next_row = exchanged ? operand.stride() : operand.leading();
@@ -95,8 +95,7 @@ void for_each_register(int tiles, Function function) {
     }
 }
 
-// One more product will write the warp's registers of D: from the first of them on they hold
-// IN_FLIGHT.
+// One more product will write the warp's registers of D; the first one sets them to IN_FLIGHT.
 void join_accumulator(WgmmaState& wgmma, Payloads<WgmmaShare> lanes) {
     const int tiles = lanes[0].tiles;
     if (Accumulator* known = wgmma.accumulator(lanes[0].d, tiles)) {
@@ -113,8 +112,8 @@ void join_accumulator(WgmmaState& wgmma, Payloads<WgmmaShare> lanes) {
     wgmma.accumulators.push_back(d);
 }
 
-// Lane 4 g + t has in a[i] the elements k and k + 1 of row r, with r = g + 8 (i % 2) and
-// k = 2 t + 8 (i / 2).
+// Lane 4 g + t holds in a[i] the elements k and k + 1 of row r, r = g + 8 (i % 2), k = 2 t + 8 (i /
+// 2).
 template <typename T>
 std::vector<float> read_registers(const uint32_t (&a)[WARP_SIZE][4]) {
     std::vector<float> matrix(WGMMA_K * WARP_ROWS);
@@ -138,8 +137,8 @@ WgmmaElements read_operands(const AsyncProduct& product) {
             read_operand<T>(product.b, 8 * product.tiles, 0, site)};
 }
 
-// sum += A B in the order of k. A product of two 16-bit numbers is exact in float; the hardware may
-// add in any order and round in other ways.
+// sum += A B in the order of k. Products of two 16-bit numbers are exact in float; the hardware may
+// add in another order and round differently.
 void multiply_add(std::vector<float>& sum, const WgmmaElements& elements, int columns) {
     for (int row = 0; row < WARP_ROWS; ++row) {
         for (int k = 0; k < WGMMA_K; ++k) {
@@ -151,7 +150,7 @@ void multiply_add(std::vector<float>& sum, const WgmmaElements& elements, int co
     }
 }
 
-// The warp's share of a product that all threads of the warpgroup start.
+// Starts the warp's share of a product.
 template <typename T>
 void start_product(Payloads<WgmmaShare> lanes, WgmmaOperand a, WgmmaOperand b, Site site) {
     WgmmaState& wgmma = Worker::current()->wgmma();
@@ -197,7 +196,7 @@ void require_unchanged(const std::vector<float>& issued, const std::vector<float
         .fail();
 }
 
-// With the last product that writes it, D goes to the registers.
+// The last product that writes an accumulator moves it to the registers.
 void land(const AsyncProduct& product, WgmmaState& wgmma) {
     const WgmmaElements landing = product.read(product);
     require_unchanged(product.issued.a, landing.a, product.a, product.site);
@@ -254,7 +253,8 @@ void fence_wgmma(Site site) {
     Worker::current()->wgmma().fenced = true;
 }
 
-// Each warp meets on its own first: what the others write then is not waited for.
+// Each warp synchronizes on its own first, so that its share does not wait for what other warps
+// write.
 template <MatrixElement T>
 void start_wgmma(WgmmaShare share, Major a_major, Major b_major, Site site) {
     const Operation of_warpgroup = {WGMMA, site}, of_warp = {WGMMA, site, ALL_LANES};

@@ -1,7 +1,7 @@
-// The warpgroup's matrix product, for the host compiler: the twin of common/runtime/device/wgmma.cuh, which
-// says what each function does. It lands as late as it may, in each warp's wait that covers its
-// group: only then D is written and A and B are no longer needed. Both are read at the issue, and
-// must be the same when it lands.
+// The warpgroup's matrix product, for the host compiler: the twin of
+// common/runtime/device/wgmma.cuh, which says what each function does. It lands as late as
+// possible, in each warp's wait that covers its group: only then is D written. A and B are read at
+// the issue and must still be the same when it lands.
 #pragma once
 #include "attention.cuh"
 
@@ -16,11 +16,11 @@ uint64_t matrix_descriptor(const void* start, int leading_bytes, int stride_byte
 
 void fence_wgmma(Site site);
 
-// What a thread brings to a wgmma.
+// A thread's arguments of a wgmma.
 struct WgmmaShare {
     uint64_t a_bits, b_bits;
     bool accumulate;
-    const uint32_t* a;  // nullptr where a_bits say where A is
+    const uint32_t* a;  // nullptr if A is in shared memory, at a_bits
     float* d;           // [tiles][4]
     int tiles;
 
@@ -31,10 +31,11 @@ struct WgmmaShare {
 template <MatrixElement T>
 void start_wgmma(WgmmaShare share, Major a_major, Major b_major, Site site);
 
-// Lands all but the `pending` latest groups; what is in no group yet is newer than all of them.
+// Lands all but the `pending` latest groups; products not yet committed to a group are newer than
+// all of them.
 void land_wgmma(int pending, Site site);
 
-// Reports where the running thread names registers of wgmma that are still in flight.
+// Reports if wgmma in flight still use the registers.
 void require_landed(const void* registers, size_t bytes, Site site);
 
 struct NoRegisters {};
@@ -42,15 +43,15 @@ inline NoRegisters no_registers;
 
 }  // namespace simt
 
-// The bits are the hardware's; its address is the offset in the block's shared memory.
+// The hardware's descriptor; its address is the offset in the block's shared memory.
 template <Swizzle SWIZZLE>
 uint64_t matrix_descriptor(const Element* start, int leading_bytes, int stride_bytes,
                            simt::Site site = simt::Site::here()) {
     return simt::matrix_descriptor(start, leading_bytes, stride_bytes, SWIZZLE, site);
 }
 
-// What fences and waits name, up to three arrays of registers: compilers need to know of them all; of
-// those that a wait names it is checked that they have landed.
+// Fences and waits name up to three arrays of registers, for the device compiler's sake; here a
+// wait checks that nothing in flight uses those that it names.
 template <typename A = simt::NoRegisters, typename B = simt::NoRegisters,
           typename C = simt::NoRegisters>
 void wgmma_fence(A& = simt::no_registers, B& = simt::no_registers, C& = simt::no_registers,

@@ -1,5 +1,5 @@
-// What wgmma in flight have to do yet. The scheduler keeps this for each warp, which lands its share
-// of them in a wait of its own; common/runtime/simt/wgmma.cpp changes it.
+// The wgmma in flight. The scheduler keeps this for each warp, which lands its share of them in its
+// own wait; wgmma.cpp changes it.
 #pragma once
 #include <stdint.h>
 
@@ -7,17 +7,17 @@
 
 #include "thread.h"
 
-enum Major : int;  // wgmma.cuh has it
+enum Major : int;  // defined in wgmma.cuh
 
 namespace simt {
 
-// Of a matrix in shared memory the 64 bits, and which way it lies.
+// A matrix in shared memory: its 64-bit descriptor and its major axis.
 struct WgmmaOperand {
     uint64_t bits;
     Major major;
     const char* name;
 
-    // The bits' fields, in bytes.
+    // The descriptor's fields, in bytes.
     int start() const { return (bits & 0x3fff) << 4; }
     int leading() const { return (bits >> 16 & 0x3fff) << 4; }
     int stride() const { return (bits >> 32 & 0x3fff) << 4; }
@@ -25,36 +25,36 @@ struct WgmmaOperand {
     int row() const { return 16 << swizzle(); }
 };
 
-// A warp's 16 rows of D while wgmma are in flight that write them: the registers hold IN_FLIGHT.
+// A warp's 16 rows of D while wgmma in flight write them: the registers hold IN_FLIGHT.
 struct Accumulator {
     float* registers[WARP_SIZE];  // [tiles][4] of each lane
     int tiles;
     int products;            // in flight
-    std::vector<float> sum;  // [16, 8 tiles], as far as it has been computed
+    std::vector<float> sum;  // [16, 8 tiles], of the products landed so far
 };
 
-// A warp's 16 rows of A and all of B: [16 of k, 16] and [16 of k, N].
+// A warp's 16 rows of A, transposed, and all of B: [WGMMA_K, 16] and [WGMMA_K, N].
 struct WgmmaElements {
     std::vector<float> a, b;
 };
 
-// A warp's share of a wgmma that it has not landed.
+// A warp's share of a wgmma in flight.
 struct AsyncProduct {
     Site site;
-    uint64_t group;  // how many groups its warp had committed at its issue
+    uint64_t group;  // committed by its warp before its issue
     WgmmaOperand a, b;
     bool accumulate;
-    float* d;  // of its accumulator lane 0's registers
+    float* d;  // lane 0's registers of its accumulator
     int tiles;
-    const uint32_t* a_registers[WARP_SIZE] = {};  // where A is in registers
-    uint32_t a_held[WARP_SIZE][4] = {};           // what they held at the issue
-    WgmmaElements (*read)(const AsyncProduct&);   // as they are now
-    WgmmaElements issued = {};                    // as they were at the issue
+    const uint32_t* a_registers[WARP_SIZE] = {};  // of each lane, if A is in registers
+    uint32_t a_held[WARP_SIZE][4] = {};           // their values at the issue
+    WgmmaElements (*read)(const AsyncProduct&);   // the current elements
+    WgmmaElements issued = {};                    // the elements at the issue
 };
 
 struct WgmmaState {
-    std::vector<AsyncProduct> products = {};     // in the order of their issue
-    std::vector<Accumulator> accumulators = {};  // that they write
+    std::vector<AsyncProduct> products = {};     // in order of issue
+    std::vector<Accumulator> accumulators = {};  // written by them
     uint64_t num_groups = 0;                     // committed so far
     bool fenced = false;                         // since the last group
 
@@ -65,7 +65,7 @@ struct WgmmaState {
         fenced = false;
     }
 
-    // nullptr where no product in flight writes these registers.
+    // nullptr if no product in flight writes these registers.
     Accumulator* accumulator(const float* d, int tiles) {
         for (Accumulator& known : accumulators) {
             if (known.registers[0] == d && known.tiles == tiles) return &known;

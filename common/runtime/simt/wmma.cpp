@@ -46,7 +46,7 @@ void meet_at(MatrixInMemory matrix, const char* name, Site site) {
     });
 }
 
-// A product of two 16-bit numbers is exact in float; they are added one after another, where the
+// Products of two 16-bit numbers are exact in float; they are added in the order of k, where the
 // hardware may choose another order.
 void multiply_add(ProductShare& share, Site site) {
     const Operation operation = {"mma_sync", site, ALL_LANES};

@@ -1,7 +1,7 @@
-// CUDA's 16x16x16 warp matrices, for the host compiler: the twin of common/runtime/device/wmma.cuh. Which
-// lane holds which element is scrambled, as on no GPU, so that a kernel that assumes to know it
-// fails. What CUDA requires of addresses, and that all lanes agree on them, is checked. Which lane
-// reads what is not documented either, so that bank conflicts cannot be counted.
+// CUDA's 16x16x16 warp matrices, for the host compiler: the twin of common/runtime/device/wmma.cuh.
+// The mapping of elements to lanes is scrambled, as on no GPU, so that a kernel that relies on one
+// fails. Alignment, and that all lanes pass the same arguments, are checked. Since it is not
+// documented which lane reads what, bank conflicts are not counted.
 #pragma once
 #include "attention.cuh"
 #include "random.h"
@@ -29,8 +29,8 @@ class Report;
 constexpr int MATRIX_SIDE = 16;
 constexpr int MATRIX_ELEMENTS = MATRIX_SIDE * MATRIX_SIDE;
 
-// Which element, 16 row + col, a lane's x[i] is. All slots of a warp, in shuffled order; where there
-// are more slots than elements, each element has copies, and which one counts is as arbitrary.
+// The element, 16 row + col, of each lane's x[i]: a random permutation of a warp's slots. With more
+// slots than elements each element has copies, and which of them counts is arbitrary, too.
 template <int SIZE>
 class FragmentMap {
   public:
@@ -62,7 +62,7 @@ inline constexpr int OPERAND_SIZE = MATRIX_ELEMENTS / WARP_SIZE;
 template <>
 inline constexpr int OPERAND_SIZE<fp16> = 2 * MATRIX_ELEMENTS / WARP_SIZE;
 
-// A matrix in memory, which all lanes of a warp name together.
+// A matrix in memory, an argument that all lanes of a warp share.
 struct MatrixInMemory {
     const void* address;
     int element_bytes;
@@ -72,7 +72,7 @@ struct MatrixInMemory {
     bool operator==(const MatrixInMemory&) const = default;
     void describe(Report& report) const;
 
-    // How many elements from the address on the element 16 row + col lies.
+    // Distance of the element 16 row + col from the address, in elements.
     size_t offset(int element) const {
         const size_t row = element / MATRIX_SIDE;
         const size_t col = element % MATRIX_SIDE;
@@ -80,16 +80,16 @@ struct MatrixInMemory {
     }
 };
 
-// Checks what can be said without the other lanes. A trap from here on is reported as its.
+// Checks the arguments of one lane. Traps from here on are reported as part of this access.
 void begin_access(const MatrixInMemory& matrix, const char* name, Site site);
 
-// Has all lanes meet, which must name the same matrix.
+// A collective of the warp; reports lanes that pass different matrices.
 void meet_at(MatrixInMemory matrix, const char* name, Site site);
 
-// Calls access(i, offset in the matrix) for each x[i] of the running lane. That lanes meet does not
-// order what they access in memory: half of the elements are accessed when the lane comes, half in
-// its own time when all have come. So a __syncwarp() is missed both before, where other lanes have
-// yet to access the matrix, and after, where they do so next.
+// Calls access(i, offset in the matrix) for each x[i] of the running lane. A warp matrix
+// instruction does not order memory accesses: a lane makes half of its accesses before all lanes
+// have arrived, half after, when it runs next. So a missing __syncwarp() shows both before and
+// after the instruction.
 template <int SIZE, typename Access>
 void for_each_element(const FragmentMap<SIZE>& map, const MatrixInMemory& matrix, const char* name,
                       Site site, Access access) {
@@ -125,7 +125,7 @@ struct ProductShare {
     MatrixShare a, b, sum;
 };
 
-// Has all lanes meet: sum += a b.
+// A collective of the warp: sum += a b.
 void multiply_add(ProductShare& share, Site site);
 
 }  // namespace simt
