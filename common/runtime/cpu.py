@@ -297,11 +297,12 @@ def _flags(sanitize: bool) -> tuple[str, ...]:
 
 
 def _nan_flags(compiler: tuple[str, ...]) -> list[str]:
-    """Has g++ initialize local variables with NaN; clang++ does where they are floats.
+    """Has g++ initialize local variables with NaN, on Linux.
 
-    Then clang++ leaves only 16-bit pairs packed into integers small numbers, not NaN.
+    clang++ does so with floats of its own accord; with it, 16-bit pairs packed into integers are
+    small numbers, not NaN.
     """
-    if "clang" in compiler_version(*compiler):
+    if sys.platform != "linux" or "clang" in compiler_version(*compiler):
         return []
     assembler = SIMT_DIR / "assembler" / "as"
     version = zlib.crc32(assembler.read_bytes())  # makes a change of it a change of the flags

@@ -225,7 +225,9 @@ FAULTS = [
     ),
     Fault("smem_slack_end", "raw[270] = 1;", "write .*, block .: past the end of shared memory", 1),
     Fault(
-        "smem_slack_start", "raw[-8] = 1;", "write .*, block .: before the start of shared memory"
+        "smem_slack_start",
+        "raw[-8] = 1;",
+        "write .*, block .: before the start of shared memory; an odd seed finds the line",
     ),
     Fault(
         "smem_too_small",

@@ -144,7 +144,8 @@ void launch_kernel(const Request& request, int index) {
     for (const Buffer& buffer : global_buffers) {
         if (const char* where = buffer.damaged_slack()) {
             Report()
-                .add("out-of-bounds write in kernel %s: %s of %s", asked.name, where, buffer.name)
+                .add("out-of-bounds write in kernel %s: %s of %s; an %s seed finds the line",
+                     asked.name, where, buffer.name, request.seed % 2 ? "even" : "odd")
                 .fail();
         }
     }

@@ -56,7 +56,10 @@ void Worker::run_block(uint32_t block) {
     running = NO_THREAD;
     require_loads_landed();
     if (const char* where = smem.damaged_slack()) {
-        fault("out-of-bounds write").add(": %s of shared memory", where).fail();
+        fault("out-of-bounds write")
+            .add(": %s of shared memory; an %s seed finds the line", where,
+                 launch.odd ? "even" : "odd")
+            .fail();
     }
     bank_counter.end_block();
 }

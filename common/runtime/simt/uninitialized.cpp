@@ -3,7 +3,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if !defined(__clang__)  // whose pattern is NaN in floats as it is
+#if defined(__linux__) && !defined(__clang__)  // as in _nan_flags() of common/runtime/cpu.py
 
 extern "C" void* __real_memset(void* to, int byte, size_t count);
 
