@@ -142,7 +142,7 @@ class CpuBackend:
 
     The seed orders blocks and threads, and its parity chooses which end of each buffer touches a
     guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer. A call that
-    takes longer than time_limit_s fails; None is a limit that only endless loops reach. A persistent
+    takes longer than time_limit_s fails; with None only endless loops reach the limit. A persistent
     step launches blocks for `multiprocessors`; of `calls` in one program the last one's outputs are
     returned. Both may be set.
     """
