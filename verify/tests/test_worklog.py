@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from common.bench import headline
 from common.catalog import all_steps, find_step
 from common.errors import UsageError
 from common.records import write_record
-from common.report import markdown, plots
+from common.report import markdown, plots, rows
 from common.report.diagrams import figures
 from common.report.expressions import evaluate
 from common.report.markdown import regenerate
@@ -23,7 +24,13 @@ from common.report.plots import same_plot
 from common.report.record_set import load_record_set
 from common.source import ROOT
 from common.step import read_step
-from verify.tests.fake_records import fake_record, fake_static_record, fake_timeline
+from verify.tests.fake_records import (
+    fake_grid,
+    fake_latency,
+    fake_record,
+    fake_static_record,
+    fake_timeline,
+)
 
 V01, V02, V03, V04 = all_steps()[:4]
 README = """# Title
@@ -98,6 +105,31 @@ def test_tables(root):
     assert "| 1024 | 4.00 GB | 20.0 MB | 200 × |" in text
     assert "missing: out of memory" in text
     assert "| `attention_forward` | 111 | 1 KiB | 2 KiB | 0 B | 4 B | 8 B |" in text
+
+
+def test_rows_are_plain_values(root):
+    write_record(root / "profiles/static/v02.json", fake_static_record(V02))
+    write_record(root / "profiles/h200/grid.json", fake_grid(V01, V02))
+    write_record(root / "profiles/h200/latency.json", fake_latency(V02))
+    record_set = record_set_of(root)
+    steps = {row["name"]: row for row in rows.steps(record_set)}
+    assert steps["v01"]["gain"] is None
+    assert (steps["v02"]["gain"], steps["v02"]["time_ms"]) == (2.0, 20.0)
+    assert (steps["v02"]["registers"], steps["v02"]["smem_bytes"]) == ([111], [3072])
+    assert steps["v03"].keys() == {"name", "path", "stale", "title", "status"}
+    peers = {row["name"]: row for row in rows.peers(record_set)}
+    assert peers["sdpa_math"] == {"name": "sdpa_math", "missing": "out of memory"}
+    assert peers["sdpa_cudnn"]["fa3_share"] == pytest.approx(0.8)
+    assert rows.memory(record_set)[1] == {
+        "seq": 1024,
+        "bytes": {"v01": 4 * 10**9, "v02": 2 * 10**7},
+        "saving": 200.0,
+    }
+    assert rows.grid(record_set)[0]["tflops"]["sdpa_math"] is None
+    assert rows.latency(record_set)[0]["device_us"]["v02"] == 5.0
+    of_a_set = (rows.counters, rows.sass, rows.banks, rows.grid, rows.latency)
+    for found in (*(read(record_set) for read in of_a_set), rows.resources(record_set, "v02")):
+        assert json.loads(json.dumps(found))
 
 
 def test_another_gpu_gets_a_table_of_its_own(root):
