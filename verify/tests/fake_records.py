@@ -61,7 +61,7 @@ def fake_record(
             "sdpa_math": {"missing": "out of memory"},
             "sdpa_flash": {"route": "torch 1.0", **_outcome(2.0)},
             "sdpa_cudnn": {"route": "torch 1.0", **_outcome(1.0)},
-            "flash_attention_3": {"route": "made up", **_outcome(0.8)},
+            "flash_attention_3": {"route": "fake", **_outcome(0.8)},
         },
         **_outcome(time_ms),
         "counters": "not collected",
