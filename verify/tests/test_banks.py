@@ -68,7 +68,8 @@ SEVERAL = """
 
 @pytest.fixture(scope="module")
 def banks_step(tmp_path_factory) -> Step:
-    patterns = [f"if (t < 32) {{ {pattern}; }}" for pattern, *_ in PATTERNS]
+    land = "cp_async_commit_group(); cp_async_wait_group<0>();"  # what some patterns start
+    patterns = [f"if (t < 32) {{ {pattern}; }} {land}" for pattern, *_ in PATTERNS]
     return write_scenarios(
         tmp_path_factory.mktemp("banks"),
         "banks",

@@ -78,7 +78,7 @@ void Worker::yield() {
 }
 
 void Worker::may_fall_behind(uint64_t key) {
-    if (!once_in_for_warp(4, key)) return;
+    if (!in_this_run(key)) return;
     behind.push_back(running);
     yield();
 }

@@ -77,8 +77,8 @@ class Worker {
         return mix(mix(blockIdx.x, running / WARP_SIZE), key) % 2 != launch.odd;
     }
 
-    // Once in a while lets the running thread, and the lanes of its warp that call this with the
-    // same key, go on only when no other thread can.
+    // In one of a check's two runs lets the running thread, and the lanes of its warp that call
+    // this with the same key, go on only when no other thread can.
     void may_fall_behind(uint64_t key);
 
     Thread& thread(int i) { return threads[i]; }
