@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from .errors import UsageError
+from .patch import read_patch
 from .source import ROOT
 from .step import LETTERS, Step, read_step
 
@@ -101,8 +102,6 @@ def find_step(name: str | Path) -> Step:
     """
     text = str(name)
     if text.endswith(".patch"):
-        from .patch import read_patch  # which looks up the patched step here
-
         return read_step(read_patch(Path(text)).write())
     if text.endswith(".cu"):
         for path in (Path(text), ROOT / text):

@@ -11,11 +11,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .catalog import find_step
 from .errors import UsageError, explain
 from .records import write_atomically
 from .source import BUILD_DIR, ROOT
-from .step import Step
+from .step import Step, read_step
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def read_patch(path: Path) -> Patch:
     if not step or not hunks or not all(hunk.old for hunk in hunks):
         raise UsageError(f"{path}: not a unified diff of a step")
     header = dict(re.findall(r"^(\w+): *(.+)$", head[: step.start()], re.MULTILINE))
-    return Patch(path.stem, find_step(step[1]), header, hunks)
+    return Patch(path.stem, read_step(ROOT / step[1]), header, hunks)
 
 
 def _side(hunk: str, sign: str) -> str:

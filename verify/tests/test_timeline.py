@@ -113,7 +113,7 @@ def test_a_missing_sample_is_named(tile, warpgroup, event, told):
             2,
             "load V",
             1,
-            "in tile 0 of consumer 0 'load V' is at clock 3, that of the next",
+            "in tile 0 of consumer 0 'load V' is at clock \\d, that of the next",
         ),
         (2, 1, "end softmax", 999, "in tile 2 of consumer 1 'end softmax' is at clock 999, 'st"),
         (0, 2, "load K", 999, "in tile 0 of consumer 0 'load K' is at clock 999, 'start S' at"),
