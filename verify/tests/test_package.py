@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import typing
-import zipfile
 from email.message import Message
 from email.parser import Parser
 from importlib.util import find_spec
@@ -65,8 +64,10 @@ def wheel(tmp_path_factory) -> Path:
 def installed(wheel, tmp_path_factory) -> Path:
     """A folder for PYTHONPATH."""
     folder = tmp_path_factory.mktemp("site")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
+    options = ["--no-deps", "--no-index", "--no-compile", "--target", str(folder)]
+    command = [sys.executable, "-m", "pip", "install", *options, str(wheel)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     return folder
 
 
@@ -88,10 +89,11 @@ def test_only_what_attention_runs_is_inside(installed: Path) -> None:
     info, package = sorted(installed.iterdir(), key=lambda path: path.suffix, reverse=True)
     assert info.suffix == ".dist-info"
     assert package.name == "attention_worklog"
-    runtime = "runtime/*.py", "runtime/*.h", "runtime/device/*", "runtime/simt/*"
+    runtime = "runtime/*.py", "runtime/*.h", "runtime/device/**/*", "runtime/simt/**/*"
     expected = relative_files(ROOT / "common", "*.py", "py.typed", *runtime)
     expected |= {f"steps/{step.path.name}" for step in all_steps()}
     assert relative_files(package, "**/*") == expected
+    assert os.access(package / "runtime" / "simt" / "assembler" / "as", os.X_OK)
     assert {"py.typed", "runtime/launch.h", "runtime/simt/run.cpp"} <= expected
 
 
