@@ -197,7 +197,8 @@ def sink(case: Case, rng: torch.Generator) -> Inputs:
 def graded(
     low: float, high: float, v_factor: float = 1
 ) -> Callable[[Case, torch.Generator], Inputs]:
-    """Two late keys outdo all others, in the first head by 2^low, in the last one by 2^high.
+    """The last key outdoes all others, in the first head by 2^low, in the last one by 2^high; the
+    one in the middle goes half as far.
 
     So a P relative to the maximum of the first tile takes magnitudes between, those of a block much
     the same one: if a block does its rows again, it is not because one of them went further.
@@ -210,7 +211,8 @@ def graded(
         q = (leads / (case.scale * shape.head_dim))[:, None, None] * signs
         _, k, v = normal(case, rng)
         k /= 16
-        k[:, :, [shape.seq_k // 2, -1]] = signs
+        k[:, :, shape.seq_k // 2] = signs / 2
+        k[:, :, -1] = signs
         return q.expand(shape.q), k, v_factor * v
 
     return inputs
@@ -471,6 +473,8 @@ CASES = (
     Case("sink", Shape(1, 2, 2, 21, 4099, 64), BF16, inputs=sink),
     Case("graded", Shape(1, 13, 13, 40, 300, 64), FP16, inputs=graded(12, 18)),
     Case("graded_huge_values", Shape(1, 7, 7, 40, 300, 64), BF16, inputs=graded(30, 90, 2.0**60)),
+    # The maximum of a long row far above, and far behind, all that a part of a block has seen.
+    Case("late_maximum", Shape(1, 1, 1, 21, 1100, 64), BF16, inputs=graded(280, 280)),
     Case("deep_logits", Shape(1, 1, 1, 150, 170, 64), BF16, causal=True, inputs=deep_logits),
     Case("one_hot", Shape(1, 2, 2, 175, 340, 64), BF16, inputs=one_hot),
     Case("one_hot_causal", Shape(1, 2, 1, 290, 290, 64), BF16, causal=True, inputs=one_hot),
