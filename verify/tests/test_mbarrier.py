@@ -169,13 +169,9 @@ READ, ARRIVE = "p.lse[round] = smem.word;", "mbarrier_arrive(smem.barriers[1]);"
 @pytest.mark.parametrize("body", [READ + ARRIVE, ARRIVE + READ], ids=["read first", "arrive first"])
 def test_what_is_read_after_an_arrive_may_be_overwritten(tmp_path, body):
     step = write(tmp_path, READ_AFTER_ARRIVE.replace("BODY", body))
-    results = [run(step, CpuBackend(seed), num_lse=ROUNDS)[1] for seed in range(4)]
+    results = [run(step, CpuBackend(seed), num_lse=ROUNDS)[1] for seed in range(8)]
     right = [torch.equal(lse, torch.arange(float(ROUNDS))) for lse in results]
-    if body == READ + ARRIVE:
-        assert all(right)
-    else:  # found in one of two runs
-        assert not (right[0] and right[1])
-        assert not (right[2] and right[3])
+    assert all(right) if body == READ + ARRIVE else sum(right) <= 4  # about 1 is to be expected
 
 
 def test_a_wait_that_is_overtaken_waits_on(tmp_path):

@@ -63,11 +63,7 @@ def test_what_is_read_after_an_arrive_may_be_overwritten(tmp_path, arrive_first)
     results = run_little(tmp_path, body, threads=64, num_lse=9 * 32)
     expected = torch.arange(9.0).repeat_interleave(32)
     right = [torch.equal(lse, expected) for lse in results]
-    if arrive_first:  # found in one of two runs
-        assert not (right[0] and right[1])
-        assert not (right[2] and right[3])
-    else:
-        assert all(right)
+    assert sum(right) <= 2 if arrive_first else all(right)
 
 
 @pytest.mark.parametrize("full", ["bar_sync(3, 64);", "bar_arrive(3, 64);"])
