@@ -499,8 +499,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 wait_for_turn();
                 pass_turn();
                 wait_for(smem.k_full[stage], num_tiles / NUM_STAGES);
+                __syncwarp();  // a lane still waiting would miss the phases that the release allows
                 release(smem.k_empty[stage]);
                 wait_for(smem.v_full[stage], num_tiles / NUM_STAGES);
+                __syncwarp();  // likewise
                 release(smem.v_empty[stage]);
                 ++num_tiles;
             }
