@@ -1,14 +1,18 @@
 """What every record holds as far as tables, text and plots rely on it.
 
 The modules of common/bench/ say what the keys mean. A form is a type, a tuple of types, a
-predicate, a dict of forms by key, a list with the form of its items, or AnyOf several.
+predicate, a dict of forms by key, a list with the form of its items, AnyOf several, or, where it
+depends on what a step computes, ByOperation.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
+
+from .operation import Operation, operation_of
 
 NUMBER = (int, float)
 # The events of a tile in a timeline.
@@ -21,6 +25,17 @@ EACH = object()  # stands for all keys of a dict that the form does not name
 
 class AnyOf(tuple):
     __slots__ = ()
+
+
+@dataclass(frozen=True)
+class ByOperation:
+    """The form of the records of an operation's steps; a record's "step" tells which it is."""
+
+    build: Callable[[Operation], dict]
+
+    def of(self, record: object) -> dict:
+        step = record.get("step") if isinstance(record, dict) else None
+        return self.build(operation_of(step if isinstance(step, str) else ""))
 
 
 def _positive(value: object) -> bool:
@@ -66,16 +81,6 @@ def _latency_cell(value: object) -> bool:
 
 
 _MAYBE = (*NUMBER, type(None))
-_OUTCOME = {
-    "time_ms": _positive,
-    "time_p25_ms": _positive,
-    "time_p75_ms": _positive,
-    "tflops": _positive,
-    "samples_ms": [_positive],
-    "errors": {"o": NUMBER},
-    "peak_memory_bytes": NUMBER,
-}
-_PEER = AnyOf([{"missing": str}, {"route": str, **_OUTCOME}])
 _STATE = {
     "sm_clock_mhz": _MAYBE,
     "power_w": _MAYBE,
@@ -108,24 +113,50 @@ _SHAPE = {
 }
 _CODE = {"code_sha256": str}
 _SOURCE = {"step": str, **_CODE}
-RECORD = {
-    **_SOURCE,
-    **_OUTCOME,
-    "run": str,
-    "device": str,
-    "environment": _ENVIRONMENT,
-    "shape": _SHAPE,
-    "flops": _count,
-    "least_bytes": _count,
-    "resources": _some(_KERNELS),
-    "errors": {"o": NUMBER, "lse": NUMBER},
-    "torch_errors": {"o": NUMBER},
-    "memory": [{"seq": _count, "bytes": _MAYBE}],
-    "baseline": AnyOf([type(None), {**_SOURCE, **_OUTCOME}]),
-    "peers": {"flash_attention_3": _PEER, EACH: _PEER},
-    "counters": AnyOf([str, _some({EACH: {EACH: _MAYBE}})]),
-}
-EXPERIMENT_RECORD = {**RECORD, "baseline": {**_SOURCE, **_OUTCOME}}
+
+
+def _outcome(operation: Operation) -> dict:
+    """Errors of the first output, at least: all that a peer gives."""
+    return {
+        "time_ms": _positive,
+        "time_p25_ms": _positive,
+        "time_p75_ms": _positive,
+        "tflops": _positive,
+        "samples_ms": [_positive],
+        "errors": {operation.outputs[0].name: NUMBER},
+        "peak_memory_bytes": NUMBER,
+    }
+
+
+def _experiment_record(operation: Operation) -> dict:
+    outcome = _outcome(operation)
+    peer = AnyOf([{"missing": str}, {"route": str, **outcome}])
+    return {
+        **_SOURCE,
+        **outcome,
+        "run": str,
+        "device": str,
+        "environment": _ENVIRONMENT,
+        "shape": _SHAPE,
+        "flops": _count,
+        "least_bytes": _count,
+        "resources": _some(_KERNELS),
+        "errors": {output.name: NUMBER for output in operation.outputs},
+        "torch_errors": {operation.outputs[0].name: NUMBER},
+        "memory": [{"seq": _count, "bytes": _MAYBE}],
+        "baseline": {**_SOURCE, **outcome},
+        "peers": {"flash_attention_3": peer, EACH: peer},
+        "counters": AnyOf([str, _some({EACH: {EACH: _MAYBE}})]),
+    }
+
+
+def _step_record(operation: Operation) -> dict:
+    form = _experiment_record(operation)
+    return {**form, "baseline": AnyOf([type(None), form["baseline"]])}
+
+
+RECORD = ByOperation(_step_record)
+EXPERIMENT_RECORD = ByOperation(_experiment_record)
 STATIC_RECORD = {
     **_SOURCE,
     "compiled": AnyOf([str, _compiled]),
@@ -183,6 +214,8 @@ LATENCY_RECORD = {
 
 def find_error(value: object, form: object, where: str = "the record") -> str | None:
     """The first error of a value that should have this form, or None."""
+    if isinstance(form, ByOperation):
+        return find_error(value, form.of(value), where)
     if isinstance(form, AnyOf):
         fits = any(find_error(value, alternative) is None for alternative in form)
     elif isinstance(form, dict):

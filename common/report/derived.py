@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..metrics import COUNTERS, OPCODES, STALL, STALL_REASONS, smem_bytes, spill_bytes
+from ..operation import operation_of
 from ..record_schema import NUMBER
 
 FA3 = "flash_attention_3"
@@ -12,6 +13,7 @@ BANK_COUNTS = ("accesses", "ideal", "wavefronts")
 def derived(record: dict) -> dict:
     """Of a step's or an experiment's record. Shares and gains are ratios of times of one run."""
     kernels = record["resources"].values()
+    first, *others = operation_of(record["step"]).outputs
     baseline, fa3 = record["baseline"], record["peers"].get(FA3, {})
     return {
         "gain": baseline and baseline["time_ms"] / record["time_ms"],
@@ -20,9 +22,9 @@ def derived(record: dict) -> dict:
         "smem_bytes": max(smem_bytes(kernel) for kernel in kernels),
         "spill_bytes": sum(spill_bytes(kernel) for kernel in kernels),
         "stack_bytes": max(kernel["stack_bytes"] for kernel in kernels),
-        "error": record["errors"]["o"],
-        "lse_error": record["errors"]["lse"],
-        "torch_error": record["torch_errors"]["o"],
+        "error": record["errors"][first.name],
+        **{f"{output.name}_error": record["errors"][output.name] for output in others},
+        "torch_error": record["torch_errors"][first.name],
         "peak_memory_gb": record["peak_memory_bytes"] / 1e9,
         "least_gb": record["least_bytes"] / 1e9,
         "flops_per_byte": record["flops"] / record["least_bytes"],

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..catalog import require_well_formed
 from ..errors import UsageError
+from ..operation import FORWARD, OPERATIONS, Operation
 from ..records import HEADLINE_GPU, STATIC, write_atomically
 from ..source import ROOT
 from . import diagrams, tables
@@ -131,20 +132,26 @@ def _required_tables(name: str, record_set: RecordSet) -> list[str]:
 
 def _table(name: str, record_set: RecordSet, others: list[RecordSet]) -> str:
     kind, _, argument = name.partition(" ")
-    if name == "results":
-        parts = [tables.results(record_set)]
-        parts += [
-            f"On the {other.newest['device']}:\n\n{tables.results(other)}" for other in others
-        ]
-        return "\n\n".join(parts)
+    if kind == "results" and (argument or FORWARD.letter) in OPERATIONS:
+        return _results(OPERATIONS[argument or FORWARD.letter], record_set, others)
     if name in TABLES:
         return TABLES[name](record_set)
     if kind in STEP_TABLES and argument in {step.name for step in record_set.steps}:
         return STEP_TABLES[kind](record_set, argument)
     raise UsageError(
-        f"there are the tables results, {', '.join(TABLES)} and, with the name of a step, "
+        f"there are the tables results (with a ladder's letter: {', '.join(OPERATIONS)}), "
+        f"{', '.join(TABLES)} and, with the name of a step, "
         f"{' and '.join(STEP_TABLES)}"
     )
+
+
+def _results(operation: Operation, record_set: RecordSet, others: list[RecordSet]) -> str:
+    """The results of one ladder, then those on other GPUs."""
+    parts = [tables.results(record_set.of(operation))]
+    for other in (each.of(operation) for each in others):
+        if other.newest:
+            parts.append(f"On the {other.newest['device']}:\n\n{tables.results(other)}")
+    return "\n\n".join(parts)
 
 
 def _same(path: Path, content: str) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..catalog import all_steps
 from ..errors import UsageError
+from ..operation import Operation
 from ..patch import Patch, read_patch
 from ..record_schema import (
     EXPERIMENT_RECORD,
@@ -78,6 +79,13 @@ class RecordSet:
     timelines: Recorded
     grid: Grid | None
     latency: Latency | None
+
+    def of(self, operation: Operation) -> RecordSet:
+        """The steps of one ladder and their records; the rest as it is."""
+        steps = tuple(step for step in self.steps if step.operation == operation)
+        names = {step.name for step in steps}
+        records = {name: r for name, r in self.measured.records.items() if name in names}
+        return replace(self, steps=steps, measured=replace(self.measured, records=records))
 
     @property
     def newest(self) -> dict | None:

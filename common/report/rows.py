@@ -9,6 +9,7 @@ import statistics
 from typing import Any
 
 from ..metrics import smem_bytes, spill_bytes
+from ..operation import operation_of
 from ..record_schema import NUMBER
 from .derived import FA3, derived, grid_ratios, readable, static_derived, top_stalls
 from .record_set import CHANGED, NOT_MEASURED, RecordSet
@@ -55,6 +56,7 @@ def peers(record_set: RecordSet) -> list[Row]:
     if record_set.newest is None:
         return []
     measured = record_set.newest["peers"]
+    output = operation_of(record_set.newest["step"]).outputs[0].name
     fa3_ms = measured[FA3].get("time_ms")
     return [
         {"name": name, "missing": peer["missing"]}
@@ -68,7 +70,7 @@ def peers(record_set: RecordSet) -> list[Row]:
             "tflops": peer["tflops"],
             "fa3_share": fa3_ms / peer["time_ms"] if fa3_ms else None,
             "peak_memory_bytes": peer["peak_memory_bytes"],
-            "error": peer["errors"]["o"],
+            "error": peer["errors"][output],
         }
         for name, peer in measured.items()
     ]

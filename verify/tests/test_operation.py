@@ -9,6 +9,7 @@ import torch
 
 from common.operation import FORWARD, OPERATIONS, Operand, Operation, operation_of
 from common.problem import GRID, HEADLINE, LATENCY, Problem, Shape
+from common.record_schema import RECORD, find_error
 from common.runtime.backend import empty_outputs, specialization
 from common.runtime.launch import (
     descriptor_type,
@@ -94,3 +95,10 @@ def test_measured_problems() -> None:
     assert GRID["d128_4096"] == HEADLINE
     assert all(problem.dtype == "bf16" for problem in (*GRID.values(), *LATENCY.values()))
     assert HEADLINE.as_record()["dtype"] == "bf16"
+
+
+def test_a_record_has_the_errors_of_its_operation(monkeypatch) -> None:
+    assert RECORD.of({"step": "v04_no_padding"})["errors"].keys() == {"o", "lse"}
+    monkeypatch.setitem(OPERATIONS, "x", GRADIENT_OF_Q)
+    assert RECORD.of({"step": "x01"})["errors"].keys() == {"dq"}
+    assert find_error({"step": "x01"}, RECORD).startswith("the record has no ")
