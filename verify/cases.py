@@ -218,6 +218,21 @@ def graded(
     return inputs
 
 
+def end_of_fp16(case: Case, rng: torch.Generator) -> Inputs:
+    """The last key outdoes the first one by 2^15.9998, the others lie 2^16 below the first.
+
+    Relative to the maximum of the first tile, the last key's P is less than 2^16, but in fp16 it
+    rounds to infinity; the rest of P adds next to nothing to it. scale * head_dim is 16 ln 2.
+    """
+    shape = case.shape
+    signs = _signs((shape.head_dim,), rng)
+    k = (-signs).expand(shape.kv).clone()
+    k[:, :, 0] = 0
+    k[:, :, -1] = signs
+    k[:, :, -1, 0] *= 1 - 2.0**-10
+    return signs.expand(shape.q), k, torch.randn(shape.kv, generator=rng)
+
+
 def deep_logits(case: Case, rng: torch.Generator) -> Inputs:
     """Every logit is below -16000: what stands for -inf in a mask must be lower."""
     y = torch.randint(64, 129, case.shape.kv[:3], generator=rng).float()
@@ -472,6 +487,13 @@ CASES = (
     Case("rounds", Shape(1, 10, 5, 130, 300, 80), BF16, inputs=sudden_logits),
     Case("sink", Shape(1, 2, 2, 21, 4099, 64), BF16, inputs=sink),
     Case("graded", Shape(1, 13, 13, 40, 300, 64), FP16, inputs=graded(12, 18)),
+    Case(
+        "end_of_fp16",
+        Shape(1, 1, 1, 40, 300, 64),
+        FP16,
+        inputs=end_of_fp16,
+        softmax_scale=math.log(2) / 4,
+    ),
     Case("graded_huge_values", Shape(1, 7, 7, 40, 300, 64), BF16, inputs=graded(30, 90, 2.0**60)),
     # The maximum of a long row far above, and far behind, all that a part of a block has seen.
     Case("late_maximum", Shape(1, 1, 1, 21, 1100, 64), BF16, inputs=graded(280, 280)),
