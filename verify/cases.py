@@ -233,6 +233,18 @@ def end_of_fp16(case: Case, rng: torch.Generator) -> Inputs:
     return signs.expand(shape.q), k, torch.randn(shape.kv, generator=rng)
 
 
+def staircase(case: Case, rng: torch.Generator) -> Inputs:
+    """Logits rise by scale * head_dim every 128 keys, v is about 1.
+
+    Where that is little, the maximum grows tile after tile by factors near 1, and what is lost of
+    one of them is lost of all that has been summed up so far.
+    """
+    signs = _signs((case.shape.head_dim,), rng)
+    step = torch.arange(case.shape.seq_k) // 128
+    v = 1 + torch.randn(case.shape.kv, generator=rng) / 4
+    return signs.expand(case.shape.q), (step[:, None] * signs).expand(case.shape.kv), v
+
+
 def deep_logits(case: Case, rng: torch.Generator) -> Inputs:
     """Every logit is below -16000: what stands for -inf in a mask must be lower."""
     y = torch.randint(64, 129, case.shape.kv[:3], generator=rng).float()
@@ -485,6 +497,9 @@ CASES = (
     Case("many_blocks", Shape(1, 2, 1, 2500, 140, 8), BF16, causal=True),
     # Several rounds, and a second pass over some of them, without a mask.
     Case("rounds", Shape(1, 10, 5, 130, 300, 80), BF16, inputs=sudden_logits),
+    Case(
+        "staircase", Shape(1, 1, 1, 21, 4099, 64), BF16, inputs=staircase, softmax_scale=0.0018 / 64
+    ),
     Case("sink", Shape(1, 2, 2, 21, 4099, 64), BF16, inputs=sink),
     Case("graded", Shape(1, 13, 13, 40, 300, 64), FP16, inputs=graded(12, 18)),
     Case(
