@@ -32,10 +32,10 @@ class Patch:
     header: dict[str, str]
     hunks: tuple[Hunk, ...]
 
-    def write(self) -> Path:
-        """Writes the patched step, named as the patch, and returns its path.
+    def apply(self) -> str:
+        """The source of the patched step, named as the patch.
 
-        Raises UsageError where the patch does not apply or the file cannot be written.
+        Raises UsageError where the patch does not apply.
         """
         source = "\n" + self.step.path.read_text(encoding="utf-8")
         for hunk in self.hunks:
@@ -47,7 +47,14 @@ class Patch:
                     f"fits {count} places of {self.step.path.name}, not one"
                 )
             source = source.replace("\n" + hunk.old, "\n" + hunk.new)
-        source = re.sub(r"^\n// \w+ --", f"// {self.name} --", source)
+        return re.sub(r"^\n// \w+ --", f"// {self.name} --", source)
+
+    def write(self) -> Path:
+        """Writes the patched step and returns its path.
+
+        Raises UsageError where the patch does not apply or the file cannot be written.
+        """
+        source = self.apply()
         path = BUILD_DIR / "patched" / f"{self.name}.cu"
         try:
             if not path.exists() or path.read_bytes() != source.encode():

@@ -179,6 +179,7 @@ def _has_changed(record: dict, source: Step | Patch) -> bool:
     if isinstance(source, Step):
         return is_stale(record, source)
     try:
-        return is_stale(record, read_step(source.write()))
+        source.apply()
     except UsageError:  # the step has changed so much that the patch no longer applies
         return True
+    return is_stale(record, read_step(source.write()))

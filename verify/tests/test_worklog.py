@@ -11,6 +11,7 @@ from itertools import combinations
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+import common.patch
 from common.__main__ import main
 from common.bench import headline
 from common.catalog import all_steps, find_step
@@ -391,7 +392,7 @@ def test_gain_over_a_changed_baseline_is_not_shown(root):
     assert evaluate("v02.gain : .1f", record_set_of(root)) == "not measured"
 
 
-def test_experiments(root):
+def test_experiments(root, monkeypatch):
     lines = V02.path.read_text().splitlines()
     patch = (
         "tries: nothing\npredicts: no change\n"
@@ -417,6 +418,12 @@ def test_experiments(root):
     assert (
         evaluate("experiments.v02_nothing.banks.ldmatrix_x4.ideal", record_set_of(root)) == "5120"
     )
+    # A patched step that cannot be written is an error and makes no record stale.
+    (root / "build").write_text("")
+    with monkeypatch.context() as in_the_way:
+        in_the_way.setattr(common.patch, "BUILD_DIR", root / "build")
+        with pytest.raises(UsageError, match=r"v02_nothing\.patch cannot be applied"):
+            regenerate(root)
     (root / "worklog.md").write_text(WORKLOG.replace("<!-- table: experiments v02 -->", ""))
     with pytest.raises(UsageError, match="experiments v02"):
         regenerate(root)
