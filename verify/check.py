@@ -36,10 +36,11 @@ except ModuleNotFoundError as error:
 from common.catalog import find_step, steps_to_run
 from common.cli import Parser, guarded
 from common.errors import NotEnoughMemoryError, UsageError
+from common.problem import Specialization
 from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
-from common.step import Specialization, Step
+from common.step import Step
 from verify.accuracy import Measure, compare, repeated
 from verify.cases import Case, Inputs, all_cases, find_cases
 
@@ -82,7 +83,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What came of one case. errors holds what else is wrong than a measure: lines to print."""
+    """The outcome of one case. errors: what is wrong besides the measures, as lines to print."""
 
     step: Step
     case: Case
@@ -193,7 +194,7 @@ def _with_other_multiprocessors(backends: Sequence[Backend]) -> tuple[Backend, .
 
 
 def can_run(step: Step, cases: Sequence[Case], backend: Backend) -> bool:
-    """Whether the backend can run the step in any of the cases, or has to."""
+    """Whether the backend can run the step in any of the cases, or promises to."""
     return any(
         backend.refusal(step, case.specialization) is None
         or is_promised(step, case.specialization, backend)
@@ -216,7 +217,7 @@ def is_promised(step: Step, spec: Specialization, backend: Backend) -> bool:
 
 
 def not_run(step: Step, case: Case, backend: Backend) -> CaseResult | None:
-    """What is said of a case that is not run: skipped, or failed where the step has promised it."""
+    """The result of a case that is not run, or None: skipped, or failed where limits promise it."""
     if case.gpu_only and backend.name == "cpu":
         return CaseResult(step, case, skipped="too large for the SIMT runtime")
     reason = backend.refusal(step, case.specialization)
@@ -255,7 +256,7 @@ def build_all(plan: Sequence[tuple[Step, Sequence[Case], Runs]]) -> None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step's cases."""
+    """The outcome of a step's cases."""
 
     step: Step
     backend: str
@@ -305,7 +306,7 @@ def check_step(step: Step, cases: Sequence[Case], runs: Runs, seed: int = 0) -> 
 
 
 def summary(results: Sequence[StepResult], seconds: float) -> str:
-    """A line a step, and one for all of them. seconds: with what was compiled before."""
+    """A table of the steps, and a verdict. seconds: of all of it, compilation included."""
     line = "{:22} {:7} {:>6} {:>6} {:>7} {:>6} {:>7}"
     lines = [line.format("step", "backend", "passed", "failed", "skipped", "runs", "seconds")]
     for r in results:
@@ -318,7 +319,8 @@ def summary(results: Sequence[StepResult], seconds: float) -> str:
     lines.append(line.format("all", "", passed, failed, skipped, runs, f"{seconds:.1f}"))
     failures = [r.step.name for r in results if not r.passed]
     verdict = f"FAIL: {', '.join(failures)}" if failures else "pass"
-    lines.append(f"{passed + failed} cases in {runs} runs, orders of threads and grids: {verdict}")
+    cases = f"{passed + failed} case{'' if passed + failed == 1 else 's'}"
+    lines.append(f"{cases} in {runs} runs (thread orders, grids): {verdict}")
     return "\n".join(lines)
 
 
