@@ -16,6 +16,8 @@ from .records import write_atomically
 from .source import BUILD_DIR, ROOT
 from .step import Step, read_step
 
+EXPERIMENTS_DIR = ROOT / "experiments"
+
 
 @dataclass(frozen=True)
 class Hunk:

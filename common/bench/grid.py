@@ -144,7 +144,7 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
         name: trial.outcome(timed.samples_ms[name], flops) for name, trial in trials.items()
     }
     return {
-        **describe_cell(case.name, case.problem, timed.environment),
+        **describe_cell(case, timed.environment),
         "tflops": {
             name: outcomes[name]["tflops"] if name in outcomes else {"missing": missing[name]}
             for name in (*(step.name for step in steps), *peers)

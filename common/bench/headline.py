@@ -31,7 +31,7 @@ from verify.reference import oracle_of, yardstick_of
 from ..catalog import all_steps, step_before
 from ..errors import UsageError
 from ..operation import Operation
-from ..patch import read_patch
+from ..patch import EXPERIMENTS_DIR, read_patch
 from ..record_schema import RECORD
 from ..records import PROFILES_DIR, SCHEMA, gpu_folder, is_stale, read_replaced, write_record
 from ..runtime.backend import run
@@ -44,7 +44,6 @@ from .peers import Peer, load
 from .timing import time_rounds
 from .trial import Trial, errors_of, new_run, peak_memory, try_call, try_steps
 
-EXPERIMENTS_DIR = ROOT / "experiments"
 MEMORY_SEQS = (512, 1024, 2048, 4096, 8192)
 
 

@@ -29,14 +29,7 @@ from .. import attention
 from ..operation import FORWARD
 from ..operator import highest_step
 from ..problem import LATENCY
-from ..records import (
-    LATENCY_FILE,
-    PROFILES_DIR,
-    SCHEMA,
-    gpu_folder,
-    host_hashes,
-    write_record,
-)
+from ..records import LATENCY_FILE, PROFILES_DIR, SCHEMA, gpu_folder, host_hashes, write_record
 from ..runtime.backend import empty_outputs
 from ..runtime.gpu import GpuBackend
 from ..step import Step
@@ -96,7 +89,7 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
     host_us = {name: time_host(call) for name, call in calls.items()}
     after = device_state()
     return {
-        **describe_cell(case.name, case.problem, {"before": before, "after": after}),
+        **describe_cell(case, {"before": before, "after": after}),
         "device_us": {
             name: [round(1000 * time, 3) for time in times] for name, times in device_ms.items()
         },

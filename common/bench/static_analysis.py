@@ -2,8 +2,8 @@
 
     compiled    for the architecture of the headline GPU: resources of each kernel, as ptxas reports
                 them, and its instructions, as common/bench/sass.py counts them
-    banks       accesses to shared memory that the SIMT runtime counted (simt/banks.h), an
-                entry for each place in the source
+    banks       accesses to shared memory that the SIMT runtime counted (simt/banks.h), an entry
+                for each place in the source
     shape       of the problem they were counted on
 
 The specialization is that of the headline problem.
@@ -19,15 +19,10 @@ from verify.cases import Case
 
 from ..catalog import all_steps
 from ..errors import UsageError
+from ..patch import EXPERIMENTS_DIR
 from ..problem import COUNTED
 from ..record_schema import STATIC_RECORD
-from ..records import (
-    PROFILES_DIR,
-    SCHEMA,
-    STATIC,
-    is_stale,
-    read_replaced,
-)
+from ..records import PROFILES_DIR, SCHEMA, STATIC, is_stale, read_replaced
 from ..runtime.build import (
     build_cubin,
     cubin_flags,
@@ -102,7 +97,7 @@ def _source(step: Step) -> Path:
     """The step's file or the experiment's patch. Raises UsageError for anything else."""
     if step in all_steps():
         return step.path
-    patch = ROOT / "experiments" / f"{step.name}.patch"
+    patch = EXPERIMENTS_DIR / f"{step.name}.patch"
     if not patch.is_file():
         raise UsageError(f"{step.name} is neither in steps/ nor in experiments/")
     return patch

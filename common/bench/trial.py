@@ -15,7 +15,6 @@ from verify.cases import Case, Inputs
 
 from ..errors import UsageError
 from ..operation import Operation
-from ..problem import Problem
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
 from ..step import Step
@@ -105,11 +104,11 @@ def new_run() -> str:
     return f"{now} {secrets.token_hex(4)}"
 
 
-def describe_cell(name: str, problem: Problem, environment: dict) -> dict:
-    """What the records of many shapes have in common in their cells, each a run of its own."""
-    shape = problem.shape
+def describe_cell(case: Case, environment: dict) -> dict:
+    """The part that the cells of grid.json and latency.json share; each cell is its own run."""
+    shape = case.shape
     return {
-        "name": name,
+        "name": case.name,
         "run": new_run(),
         "environment": environment,
         "batch": shape.batch,
@@ -117,5 +116,5 @@ def describe_cell(name: str, problem: Problem, environment: dict) -> dict:
         "kv_heads": shape.kv_heads,
         "seq": shape.seq_q,
         "head_dim": shape.head_dim,
-        "causal": problem.causal,
+        "causal": case.causal,
     }
