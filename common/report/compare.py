@@ -93,9 +93,9 @@ def change_table(record_set: RecordSet, first: Step, second: Step) -> str:
         for change in shown
     ]
     return markdown(columns, rows) + (
-        f"\n\nTimes and counters of profiles/{record_set.folder.name}, the others of "
-        f"profiles/{STATIC}; one number a kernel. Of the opcodes, as they stand in the code, and "
-        "of the reasons why warps stall, those that differ."
+        f"\n\nTimes and counters are those of profiles/{record_set.folder.name}, resources and "
+        f"instructions those of profiles/{STATIC}: one number a kernel. Instructions are counted "
+        "as they stand in the code. Of opcodes and reasons to stall, those that differ are shown."
         + (f" Other opcodes: {', '.join(others)}." if others else "")
     )
 

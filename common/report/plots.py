@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ..record_schema import NUMBER
+from .derived import derived
 from .diagrams.svg import INK
 from .record_set import Grid, RecordSet
 
@@ -178,7 +179,7 @@ def _roofline(record_set: RecordSet, ceilings: Ceilings) -> Figure:
     # A label stands left of its point if there is room, else right of it, else lower.
     lowest: dict[tuple[int, str], float] = {}  # label so far, by place on the x axis and side
     for name, record in sorted(measured.records.items(), key=lambda item: -item[1]["tflops"]):
-        intensity, rate = record["flops"] / record["least_bytes"], record["tflops"]
+        intensity, rate = derived(record)["flops_per_byte"], record["tflops"]
         place = round(4 * math.log10(intensity))
         label_x = {"right": intensity / 1.14, "left": intensity * 1.14}  # by the text's alignment
         label_y = {
