@@ -96,10 +96,6 @@ class SharedAccess:
     ideal: int  # wavefronts they would take without bank conflicts
     wavefronts: int
 
-    @property
-    def conflicts(self) -> int:
-        return self.wavefronts - self.ideal
-
 
 _INPUT, _OUTPUT, _WORKSPACE = range(3)  # enum Kind
 
@@ -333,8 +329,8 @@ def _runtime(sanitize: bool) -> tuple[str, ...]:
 @cache
 def _read_descriptor(operation: Operation, program: Path) -> LaunchDescriptor:
     """What `program describe` writes."""
-    run = subprocess.run([program, "describe"], capture_output=True, check=True)
-    return descriptor_type(operation).from_buffer_copy(run.stdout)
+    ended = subprocess.run([program, "describe"], capture_output=True, check=True)
+    return descriptor_type(operation).from_buffer_copy(ended.stdout)
 
 
 def _run(step: Step, spec: Specialization, program: Path, request: bytes) -> bytes:
@@ -357,20 +353,20 @@ def _run(step: Step, spec: Specialization, program: Path, request: bytes) -> byt
     reader = threading.Thread(target=read, args=(stderr,))
     reader.start()
     try:
-        run = subprocess.run(
+        ended = subprocess.run(
             [program, "run"], input=request, stdout=subprocess.PIPE, stderr=its_stderr
         )
     finally:
         os.close(its_stderr)
         reader.join()
     messages = "".join(lines).strip()
-    if run.returncode == 0:
+    if ended.returncode == 0:
         if messages:  # what a kernel printed
             print(messages, file=sys.stderr)
-        return run.stdout
-    if run.returncode < 0:
-        messages = f"the program was ended by {signal.Signals(-run.returncode).name}\n{messages}"
-    elif run.returncode != FAULT_EXIT_CODE:
+        return ended.stdout
+    if ended.returncode < 0:
+        messages = f"the program was ended by {signal.Signals(-ended.returncode).name}\n{messages}"
+    elif ended.returncode != FAULT_EXIT_CODE:
         messages = _shorten_sanitizer_report(messages)
     raise SimtError(f"{step.name} ({spec}): {_name_lines(messages, step, program)}")
 
