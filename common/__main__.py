@@ -29,21 +29,21 @@ def _main(arguments: list[str] | None) -> int:
         "profile", help="what compiler, SIMT runtime and Nsight Compute say of steps"
     )
     profile.add_argument("names", nargs="+", metavar="STEP")
-    measured = commands.add_parser("bench", help="measure all steps").add_mutually_exclusive_group()
-    measured.add_argument("--experiments", action="store_true", help="the experiments instead")
-    measured.add_argument("--grid", action="store_true", help="over a grid of shapes")
-    measured.add_argument("--latency", action="store_true", help="what small calls cost")
-    compared = commands.add_parser("compare", help="diff of two steps, and what it changes")
-    compared.add_argument("first")
-    compared.add_argument("second")
-    written = commands.add_parser("worklog", help="write tables, numbers and plots from profiles/")
-    written.add_argument(
+    bench = commands.add_parser("bench", help="measure all steps").add_mutually_exclusive_group()
+    bench.add_argument("--experiments", action="store_true", help="the experiments instead")
+    bench.add_argument("--grid", action="store_true", help="over a grid of shapes")
+    bench.add_argument("--latency", action="store_true", help="what small calls cost")
+    compare = commands.add_parser("compare", help="diff of two steps, and what it changes")
+    compare.add_argument("first")
+    compare.add_argument("second")
+    worklog = commands.add_parser("worklog", help="write tables, numbers and plots from profiles/")
+    worklog.add_argument(
         "--check", action="store_true", help="change nothing; exit 1 if something differs"
     )
     commands.add_parser("compile", help="compile all steps with nvcc and report their resources")
     commands.add_parser("lint", help="fail where a file in steps/ is malformed")
-    launched = commands.add_parser("launch", help="launch a step once, for ncu to watch")
-    launched.add_argument("name", metavar="STEP")
+    launch = commands.add_parser("launch", help="launch a step once, for ncu to watch")
+    launch.add_argument("name", metavar="STEP")
     return _run(parser.parse_args(arguments))
 
 
