@@ -13,6 +13,11 @@ def megabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
+def label(name: str, *, stale: bool) -> str:
+    """The name of what was measured; stale: its source has changed since."""
+    return f"{name} (stale)" if stale else name
+
+
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; a column whose title starts with ">" is aligned to the right."""
     titles = [title.removeprefix(">") for title in columns]

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ..record_schema import NUMBER
+from ..text import label
 from .derived import derived
 from .diagrams.svg import INK
 from .record_set import Grid, RecordSet
@@ -162,8 +163,8 @@ def _roofline(record_set: RecordSet, ceilings: Ceilings) -> Figure:
     for name, peak, color, line in roofs:
         ridge = peak / ceilings.dram_tb_per_s
         axes.plot([ridge, high], [peak, peak], line, color=color, linewidth=1.6)
-        label = f"{name}, {peak:.4g} TFLOP/s"
-        axes.text(ridge / 1.2, peak, label, ha="right", va="center", color=color)
+        text = f"{name}, {peak:.4g} TFLOP/s"
+        axes.text(ridge / 1.2, peak, text, ha="right", va="center", color=color)
     top = max(tensor, exponentials)
     diagonal = [low * ceilings.dram_tb_per_s, top]
     axes.plot([low, top / ceilings.dram_tb_per_s], diagonal, color=INK, linewidth=1.6)
@@ -188,9 +189,9 @@ def _roofline(record_set: RecordSet, ceilings: Ceilings) -> Figure:
         side = max(label_y, key=label_y.__getitem__)
         lowest[place, side] = label_y[side]
         axes.plot(intensity, rate, "o", color=STEP_COLOR, markersize=8, markeredgecolor="white")
-        label = f"{measured.label(name)}  {rate:.3g}"
+        text = f"{measured.label(name)}  {rate:.3g}"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # before roofs and grid
-        axes.text(label_x[side], label_y[side], label, ha=side, va="center", bbox=box)
+        axes.text(label_x[side], label_y[side], text, ha=side, va="center", bbox=box)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(low, high)
@@ -282,9 +283,9 @@ def _label_ends(axes: Axes, lines: dict[str, Line2D], stale: frozenset[str]) -> 
     lowest = math.inf
     for name, (x, y) in sorted(ends.items(), key=lambda end: -end[1][1]):
         lowest = min(y, lowest - height)
-        label = f"{name} (stale)" if name in stale else name
+        text = label(name, stale=name in stale)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # before the ceiling
-        axes.text(1.2 * x, lowest, label, color=STEP_COLOR, fontsize=8, va="center", bbox=box)
+        axes.text(1.2 * x, lowest, text, color=STEP_COLOR, fontsize=8, va="center", bbox=box)
 
 
 def _work(record_set: RecordSet) -> str:

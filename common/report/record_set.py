@@ -29,9 +29,11 @@ from ..records import (
     read_records,
 )
 from ..step import Step, read_step
+from ..text import label
 
 NOT_MEASURED = "not measured"
 CHANGED = f"{NOT_MEASURED} since the source changed"
+STALE = "stale"  # the same, where a table has little room
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class Recorded:
     stale: frozenset[str]
 
     def current(self, name: str) -> dict | str:
-        """The record of a source, or why there is none to show: "stale" or "not measured"."""
-        return "stale" if name in self.stale else self.records.get(name, NOT_MEASURED)
+        """The record of a source, or why there is none to show: STALE or NOT_MEASURED."""
+        return STALE if name in self.stale else self.records.get(name, NOT_MEASURED)
 
     def label(self, name: str) -> str:
-        return f"{name} (stale)" if name in self.stale else name
+        return label(name, stale=name in self.stale)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..metrics import smem_bytes, spill_bytes
 from ..operation import operation_of
 from ..record_schema import NUMBER
 from .derived import FA3, derived, grid_ratios, readable, static_derived, top_stalls
-from .record_set import CHANGED, NOT_MEASURED, RecordSet
+from .record_set import CHANGED, NOT_MEASURED, STALE, RecordSet
 
 Row = dict[str, Any]
 
@@ -174,7 +174,7 @@ def counters(record_set: RecordSet) -> list[Row]:
     for step, record in record_set.measured.records.items():
         collected = record["counters"]
         if isinstance(collected, str) or step in record_set.measured.stale:
-            status = collected if isinstance(collected, str) else "stale"
+            status = collected if isinstance(collected, str) else STALE
             rows.append({"step": step, "status": status})
             continue
         rows += [
@@ -196,7 +196,7 @@ def sass(record_set: RecordSet) -> list[Row]:
             continue
         compiled = record["compiled"]
         if isinstance(compiled, str) or step.name in record_set.static.stale:
-            status = compiled if isinstance(compiled, str) else "stale"
+            status = compiled if isinstance(compiled, str) else STALE
             rows.append({"step": step.name, "status": status})
             continue
         counts = static_derived(record)["sass"]
@@ -220,7 +220,7 @@ def banks(record_set: RecordSet) -> list[Row]:
     rows = []
     for name, record in record_set.static.records.items():
         if name in record_set.static.stale:
-            rows.append({"name": name, "status": "stale"})
+            rows.append({"name": name, "status": STALE})
             continue
         operations = [place["operation"] for place in record["banks"]]
         rows += [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..metrics import OPCODES
-from ..text import kib, markdown, megabytes
+from ..text import kib, label, markdown, megabytes
 from . import rows
 from .derived import grid_ratios
 from .record_set import CHANGED, NOT_MEASURED, RecordSet
@@ -124,17 +124,15 @@ def grid(record_set: RecordSet) -> str:
     assert measured is not None
     record = measured.record
     cells = record["cells"]
-    labels = {
-        name: f"{name} (stale)" if name in measured.stale else name for name in found[0]["tflops"]
-    }
+    labels = {name: label(name, stale=name in measured.stale) for name in found[0]["tflops"]}
     last = [name for name in labels if name in record["sources"]][-1]
     columns = {
         ">head_dim": _value("head_dim"),
         "Mask": _mask,
         "Batch × heads × N": lambda row: f"{row['batch']} × {_heads(row)} × {row['seq']}",
         **{
-            f">{label}": _of("tflops", name, "{:.4g}".format, none="missing")
-            for name, label in labels.items()
+            f">{title}": _of("tflops", name, "{:.4g}".format, none="missing")
+            for name, title in labels.items()
         },
         f">{labels[last]} / fastest peer": _value("ratio", _bold_from_one),
     }
@@ -385,7 +383,7 @@ def _status_in(title: str, columns: dict[str, Cell]) -> dict[str, Cell]:
 def _linked(row: Row) -> str:
     """The name, linked to its source where it has one."""
     name = f"[{row['name']}]({row['path']})" if "path" in row else row["name"]
-    return f"{name} (stale)" if row.get("stale") else name
+    return label(name, stale=row.get("stale", False))
 
 
 def _kernel(row: Row) -> str:

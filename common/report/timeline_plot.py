@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 from ..record_schema import TIMELINE_TILES
+from ..text import label
 from .diagrams.svg import MUTED, SMALL, TINTS, TITLE, WIDTH, Drawing
 
 LEFT, RIGHT = 96, WIDTH - 24  # of the rows, in pixels
@@ -29,7 +30,7 @@ def draw_timeline(record: dict, *, stale: bool) -> str:
     axis = 44 + group * (1 + len(consumers)) + 6
     drawing = Drawing(axis + 116)
     period = median(later - earlier for earlier, later in pairwise(starts))
-    name = f"{record['step']} (stale)" if stale else record["step"]
+    name = label(record["step"], stale=stale)
     title = f"{name}, one block on an {record['device']}: a tile every {period:.0f} clocks"
     drawing.text(18, 22, title, TITLE, bold=True)
     rows = _Rows(drawing, window)
