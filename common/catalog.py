@@ -1,7 +1,7 @@
 """All steps: the folder is the only list of them.
 
-A file in it that is not a step is an error where that step is asked for, and where all must be
-there. The others do not suffer from it.
+A malformed file in it is an error where that step is asked for and where every step must be there;
+the other steps are not affected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WANTED = re.compile(
 @dataclass(frozen=True)
 class _Catalog:
     steps: tuple[Step, ...]
-    errors: dict[Path, str]  # of each file that is not a step
+    errors: dict[Path, str]  # by malformed file
 
 
 @cache
@@ -80,7 +80,7 @@ def steps_to_run() -> tuple[Step, ...]:
 
 
 def require_well_formed() -> None:
-    """Raises UsageError where a file is malformed: for what is wrong unless every step is there."""
+    """Raises UsageError where a file is malformed: for results that are wrong without a step."""
     if errors := _catalog().errors:
         raise UsageError("; ".join(errors.values()))
 

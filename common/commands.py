@@ -46,7 +46,7 @@ def run_steps(names: Sequence[str]) -> int:
 
 
 def _run_step(step: Step) -> bool:
-    """Whether the step is right; a wrong one is not measured."""
+    """Checks a step and, if it is right, measures it or shows its record; whether it is right."""
     print(f"{step.name}: {step.title}\n\nchange: {step.change}\nwhy: {step.why}\n", flush=True)
     if not check_steps([step]):
         return False
@@ -132,7 +132,7 @@ def bench_latency() -> int:
 
 
 def _report(path: Path, table: Callable[[RecordSet], str]) -> int:
-    """Prints what was recorded there."""
+    """Prints the table of a new record, then regenerates the worklog."""
     print(f"recorded {path.relative_to(ROOT)}")
     print(table(load_record_set(path.parent, ROOT)))
     _report_regenerated()

@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 def explain(error: OSError, default: object = "") -> str | None:
-    """What the file system refused and what to do; None where the user cannot help it.
+    """What the file system refused and what to do; None where the user cannot fix it.
 
     default is the path to name where the error has none, as when a disk is full.
     """

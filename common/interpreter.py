@@ -10,7 +10,7 @@ from .source import ROOT
 
 OLDEST = (3, 10)
 _OURS = ("common", "verify")
-_TRIED = "ATTENTION_WORKLOG_IN_VENV"  # in the environment of what was started here
+_TRIED = "ATTENTION_WORKLOG_IN_VENV"  # in the environment of a program started here
 
 
 def require_python(*program: str) -> None:

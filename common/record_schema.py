@@ -1,4 +1,4 @@
-"""What every record holds as far as tables, text and plots rely on it.
+"""The form of every record, as far as tables, text and plots rely on it.
 
 The modules of common/bench/ say what the keys mean. A form is a type, a tuple of types, a
 predicate, a dict of forms by key, a list with the form of its items, AnyOf several, or, where it

@@ -92,9 +92,9 @@ def read_record(path: Path, form: dict) -> dict | None:
 
 
 def read_replaced(path: Path, form: dict) -> dict | None:
-    """The record that a new one is about to replace; one that is malformed is named on stderr.
+    """The record that a new one is about to replace.
 
-    So that measuring again repairs a malformed record.
+    A malformed one is only named on stderr, so that measuring again repairs it.
     """
     try:
         return read_record(path, form)

@@ -1,7 +1,4 @@
-"""Where sources lie, and what is compiled from them; what a source consists of.
-
-It consists of the headers it includes, and its code without comments.
-"""
+"""Where sources and compiled files are, which headers a source includes, and hashes of its code."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from .errors import UsageError
 _PACKAGE = Path(__file__).resolve().parent
 IS_INSTALLED = (_PACKAGE / "steps").is_dir()  # a wheel has the steps inside; else a checkout
 ROOT = _PACKAGE if IS_INSTALLED else _PACKAGE.parent  # has steps/
-DEVICE_DIR = _PACKAGE / "runtime" / "device"  # of the headers, when nvcc compiles
+DEVICE_DIR = _PACKAGE / "runtime" / "device"  # the headers for nvcc
 
 
 def build_dir() -> Path:
@@ -30,7 +27,7 @@ def build_dir() -> Path:
     if not IS_INSTALLED:
         return ROOT / "build"
     user_cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not user_cache.is_absolute():  # nor is one to be used, by XDG's specification
+    if not user_cache.is_absolute():  # XDG's specification says to ignore a relative path
         try:
             user_cache = Path.home() / ".cache"
         except RuntimeError:

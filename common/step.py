@@ -14,8 +14,8 @@ from .source import code_sha256
 # Of the ladders. The first is meant where a step is called by its number alone.
 LETTERS = "".join(OPERATIONS)
 DTYPES = ("bf16", "fp16", "fp32")
-# Compute capabilities that nvcc of CUDA 13 knows. From 9.0 on there are instructions of one
-# architecture alone, and an "a" behind its number.
+# Compute capabilities that nvcc of CUDA 13 knows. From 9.0 on, an "a" after the number admits
+# instructions that only this architecture has.
 ARCHITECTURES = (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
 FIRST_EXACT_ARCHITECTURE = 90
 

@@ -17,7 +17,7 @@ UNIT_ROUNDOFF_FP32 = 2.0**-24
 
 @dataclass(frozen=True)
 class Measure:
-    """One error and what is allowed of it."""
+    """One error and its allowance."""
 
     name: str  # "o max", "o rms", "o bias" or "lse max"
     error: float
@@ -100,7 +100,7 @@ def bias(o: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def bias_allowance(case: Case, q: torch.Tensor, o: torch.Tensor, delta: float) -> float:
-    """How far from 0 bias() may be by chance: five standard deviations, and what no chance is in.
+    """How far from 0 bias() may be by chance: five standard deviations, plus a systematic part.
 
     Errors of o to and away from zero cancel in a sum over all elements if every rounding is to
     nearest; truncating P or o takes 0.7 u of everything, u being the dtype's unit roundoff. Twice
@@ -111,8 +111,8 @@ def bias_allowance(case: Case, q: torch.Tensor, o: torch.Tensor, delta: float) -
       all keys, they would add up to an error of u / sqrt(3) times the row's sum of |o|; as they
       differ, to less. `delta`, the error that a weight has from its logit, is treated alike;
     - rows of equal queries may have equal P and o, and then share all their errors.
-    Not by chance, tensor cores truncate: a sum of 8 products and more loses up to 2^-23 of itself
-    whenever another 8 are added.
+    The systematic part is the tensor cores' truncation: a sum of 8 products or more loses up to
+    2^-23 of itself whenever another 8 are added.
     """
     magnitude = o.abs().sum().item()
     if magnitude == 0:
@@ -145,7 +145,7 @@ def rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-# Of what a step gave, what was expected, and their difference().
+# Functions of a step's output, the expected one and their difference().
 MEASURES = {
     "max": lambda got, expected, error: error.max().item(),
     "rms": lambda got, expected, error: rms(error),

@@ -147,7 +147,7 @@ def rising_logits(case: Case, rng: torch.Generator) -> Inputs:
 
 
 def sudden_logits(case: Case, rng: torch.Generator) -> Inputs:
-    """Normal, but for a few queries some keys, none of them in a first tile, outdo all before.
+    """Normal, but for a few queries some keys, none of them in a first tile, exceed all before.
 
     Not in every third head of k, so that a kernel which trusts a row's first tile has some blocks
     of queries to do again, each for a few of its rows.
@@ -164,12 +164,11 @@ def sudden_logits(case: Case, rng: torch.Generator) -> Inputs:
 
 
 def sudden_in_late_heads(case: Case, rng: torch.Generator) -> Inputs:
-    """Normal, but in the last 2 of every 66 heads one late key outdoes its row's first tile by
-    2^130.
+    """Normal, but in the last 2 of every 66 heads a late key exceeds the first tile by 2^130.
 
-    Of two persistent blocks each has computed 32 work tiles when it gets there. In all other heads
-    a row's largest logit is in the first tile: whether a step does them again, too, which v10 does
-    to more of them the fewer blocks there are, must not change a bit.
+    Each of two persistent blocks has computed 32 work tiles before it gets there. In all other
+    heads a row's largest logit is in the first tile. A step may compute those rows again as well,
+    as v10 does, the more of them the fewer blocks there are: that must not change a bit.
     """
     q, k, v = normal(case, rng)
     k[:, :, 128:] /= 16
@@ -197,11 +196,11 @@ def sink(case: Case, rng: torch.Generator) -> Inputs:
 def graded(
     low: float, high: float, v_factor: float = 1
 ) -> Callable[[Case, torch.Generator], Inputs]:
-    """The last key outdoes all others, in the first head by 2^low, in the last one by 2^high; the
-    one in the middle goes half as far.
+    """The last key exceeds all others, by 2^low in the first head up to 2^high in the last one.
 
-    So a P relative to the maximum of the first tile takes magnitudes between, those of a block much
-    the same one: if a block does its rows again, it is not because one of them went further.
+    The key in the middle goes half as far. So P relative to the maximum of the first tile takes the
+    magnitudes between, and much the same one in all rows of a block: whether a block computes its
+    rows again does not depend on one extreme row.
     """
 
     def inputs(case: Case, rng: torch.Generator) -> Inputs:
@@ -298,9 +297,8 @@ class Case:
     """One problem with its inputs, and how the tensors of the call lie.
 
     layouts: of the operation's strided operands, in its order. softmax_scale None means
-    head_dim^-0.5. may_refuse marks tensors that not every step can read:
-    it says so with a UsageError, or it computes what is right. gpu_only marks what is too large for
-    the SIMT runtime.
+    head_dim^-0.5. may_refuse marks tensors that not every step can read: it either raises
+    UsageError or computes the right outputs. gpu_only marks what is too large for the SIMT runtime.
     """
 
     name: str

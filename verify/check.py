@@ -168,9 +168,9 @@ def make_runs(
     """The runs of a check on each backend of that name, the preferred first.
 
     On the GPU the same launch twice; on the CPU two seeds, so that the threads run in two different
-    orders, and blocks that stay on 2 multiprocessors and on 3. Either way the second result is that
-    of a program's second call: what the first one leaves behind must not change it. Raises
-    UsageError where the backend is not to be had.
+    orders, and persistent blocks on 2 multiprocessors and on 3. Either way the second result is
+    that of a program's second call: what the first one leaves behind must not change it.
+    Raises UsageError where the backend is not available.
     """
     choices: list[Runs] = []
     prefer_gpu = backend_name == "auto" and torch.cuda.is_available() and not sanitize

@@ -24,7 +24,8 @@ LOCAL_MEMORY = {("v03", 256)}
 def compile_all() -> int:
     """Prints what the kernels take for Hopper and, of one specialization, for the lowest GPU.
 
-    1 if one of them has local memory where it must not, or if ptxas serialized its instructions.
+    Returns 1 if one of them has local memory where it must not, or if ptxas serialized its
+    instructions.
     """
     jobs = [
         (step, spec, arch)

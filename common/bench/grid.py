@@ -156,12 +156,12 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
 
 
 def affordable_rounds(round_seconds: float) -> int:
-    """The rounds of a cell where one of all its candidates takes that long."""
+    """As many rounds of that length as CELL_SECONDS allows, between the bounds."""
     return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(CELL_SECONDS / round_seconds)))
 
 
 def _seconds(calls: Iterable[Callable[[], object]]) -> float:
-    """Of one round, untimed by events."""
+    """Host time of one round, until the device has finished."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for call in calls:

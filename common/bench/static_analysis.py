@@ -82,7 +82,7 @@ def count_bank_conflicts(step: Step) -> list[dict]:
 
 
 def called(operation: str, line: str) -> str:
-    """The call of an operation in a line of a source: a line's number changes with any comment."""
+    """The call of an operation in a source line. Line numbers would change with any comment."""
     code = line.partition("//")[0].strip()
     start = code.find(operation)
     depth = 0

@@ -99,7 +99,7 @@ def require_right(name: str, trial: Trial, case: Case, expected: Expected) -> No
 
 
 def new_run() -> str:
-    """What the records of one interleaved run share; a later one sorts behind it."""
+    """What the records of one interleaved run share; later ones sort last."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return f"{now} {secrets.token_hex(4)}"
 

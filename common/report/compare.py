@@ -149,7 +149,7 @@ def _stalls(record: dict) -> dict[str, Numbers] | str:
 
 
 def _by_metric(kernels: dict[str, dict[str, float | None]] | str) -> dict[str, Numbers] | str:
-    """From numbers by kernel and metric; an opcode that one kernel lacks stands there no times."""
+    """From numbers by kernel and metric; an opcode that a kernel lacks counts 0."""
     if isinstance(kernels, str):
         return kernels
     names = dict.fromkeys(name for numbers in kernels.values() for name in numbers)
@@ -175,7 +175,7 @@ def _changes(
 
 
 def _differs(change: Change) -> bool:
-    """Whether the texts differ, by more than how many kernels have none."""
+    """Whether the texts differ by more than the number of kernels that have 0."""
     old, new = _text(change.old), _text(change.new)
     return old != new and {*old.split(" / "), *new.split(" / ")} != {"0"}
 

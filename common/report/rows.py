@@ -169,7 +169,7 @@ def resources(record_set: RecordSet, step: str) -> list[Row]:
 
 
 def counters(record_set: RecordSet) -> list[Row]:
-    """A row a kernel of each step: what Nsight Compute counted; None what this GPU does not."""
+    """A row a kernel of each step: what Nsight Compute counted, or None."""
     rows = []
     for step, record in record_set.measured.records.items():
         collected = record["counters"]

@@ -44,7 +44,7 @@ class Backend(Protocol):
         """The launch descriptor in the compiled module."""
 
     def prepare(self, step: Step, tensors: Sequence[torch.Tensor], *, causal: bool) -> Call:
-        """For calls that are repeated with tensors that lie as these: only addresses may differ.
+        """A call to repeat with tensors of the same layout: only their addresses may differ.
 
         Raises UsageError where the step cannot run them.
         """

@@ -68,7 +68,7 @@ SANITIZED_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 FAULT_EXIT_CODE = 65  # of common/runtime/simt/report.h
 PROGRESS = "still computing"  # likewise
 POISON = -1  # all bits set, as in common/runtime/simt/memory.h: NaN in every dtype
-MULTIPROCESSORS = 2  # few, so that blocks that stay have much to do; with an odd seed one more
+MULTIPROCESSORS = 2  # few: a persistent block computes many work tiles; odd seeds add one
 MAX_WORKERS = 16  # each has a stack for every thread of a block
 MIN_TIME_LIMIT_S = 60
 # Of shared memory, in KiB, the most that a block can ask for, by architecture.
@@ -467,7 +467,7 @@ def _check_memory(step: Step, workspace_bytes: int) -> None:
 
 
 def _available_bytes() -> int:
-    """Memory for a new process: the kernel's estimate on Linux, all that there is elsewhere."""
+    """Memory for a new process: the kernel's estimate on Linux, else all of the machine's."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         return (

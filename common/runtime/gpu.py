@@ -47,9 +47,9 @@ class _Module:
 
 @dataclass(frozen=True, eq=False)
 class _Launch:
-    """A step made ready for tensors that lie in one way: all but their addresses.
+    """A step prepared for one layout of its tensors: everything but their addresses.
 
-    Two of them are never equal: _prepared keeps one for each step, mask and way to lie.
+    Compared by identity: _prepared keeps one for each step, mask and layout.
     """
 
     step: Step

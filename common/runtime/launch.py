@@ -161,7 +161,7 @@ def check_alignment(step_name: str, alignment: int, tensors: Mapping) -> None:
 
 
 def strided_tensors(operation: Operation, tensors: Sequence) -> dict:
-    """Those of a call that have strides, by name."""
+    """The strided tensors of a call, by name."""
     return {
         operand.name: tensor
         for operand, tensor in zip(operation.operands, tensors, strict=True)
