@@ -518,3 +518,20 @@ def test_command_reports(monkeypatch, capsys):
     monkeypatch.setattr(markdown, "regenerate", broken)
     assert main(["worklog"]) == 2
     assert capsys.readouterr().err == "error: worklog.md: missing marker\n"
+
+
+def anchors(path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in ROOT.glob("*.md")))
+def test_links_lead_somewhere(name):
+    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text())
+    for link in links:
+        target, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        assert (ROOT / (target or name)).exists(), link
+        assert not anchor or anchor in anchors(ROOT / (target or name)), link
