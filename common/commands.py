@@ -64,12 +64,12 @@ def _run_step(step: Step) -> bool:
         f"\nNot timed, as {obstacle}: the SIMT runtime executed the step, "
         "which says nothing of its speed."
     )
-    print(f"Recorded on the {HEADLINE_GPU.upper()}, {path.relative_to(ROOT)}:")
     measured = load_record_set(path.parent, ROOT).measured
     record = measured.records.get(step.name)
     if record is None:
-        print("  not measured")
+        print(f"Not measured on the {HEADLINE_GPU.upper()}: no {path.relative_to(ROOT)}.")
     else:
+        print(f"Recorded on the {HEADLINE_GPU.upper()}, {path.relative_to(ROOT)}:")
         if step.name in measured.stale:
             print("  stale: the source has changed since")
         print(terminal.measured(record))

@@ -155,6 +155,7 @@ def _step_record(operation: Operation) -> dict:
     return {**form, "baseline": AnyOf([type(None), form["baseline"]])}
 
 
+Form = dict | ByOperation  # of a whole record
 RECORD = ByOperation(_step_record)
 EXPERIMENT_RECORD = ByOperation(_experiment_record)
 STATIC_RECORD = {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .errors import UsageError
 from .operation import STEP_NAME
-from .record_schema import find_error
+from .record_schema import Form, find_error
 from .source import ROOT, python_sha256
 from .step import Step
 
@@ -77,7 +77,7 @@ def write_record(path: Path, record: dict) -> None:
     write_atomically(path, text + "\n")
 
 
-def read_records(folder: Path, form: dict) -> dict[str, dict]:
+def read_records(folder: Path, form: Form) -> dict[str, dict]:
     """The records of steps or their variants in a folder, by file stem.
 
     Raises UsageError where one is malformed.
@@ -86,12 +86,12 @@ def read_records(folder: Path, form: dict) -> dict[str, dict]:
     return {path.stem: _read(path, form) for path in paths}
 
 
-def read_record(path: Path, form: dict) -> dict | None:
+def read_record(path: Path, form: Form) -> dict | None:
     """The record in a file, or None without one. Raises UsageError where it is malformed."""
     return _read(path, form) if path.exists() else None
 
 
-def read_replaced(path: Path, form: dict) -> dict | None:
+def read_replaced(path: Path, form: Form) -> dict | None:
     """The record that a new one is about to replace.
 
     A malformed one is only named on stderr, so that measuring again repairs it.
@@ -103,7 +103,7 @@ def read_replaced(path: Path, form: dict) -> dict | None:
         return None
 
 
-def _read(path: Path, form: dict) -> dict:
+def _read(path: Path, form: Form) -> dict:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as failure:

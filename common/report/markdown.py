@@ -3,7 +3,8 @@
 Generated text stands between HTML comments, which render invisibly:
 
     <!-- table: results -->…<!-- end -->          or memory, peers, grid, latency, counters,
-                                                  sass, banks, resources v04, experiments v04
+                                                  sass, banks, resources v04, experiments v04, and
+                                                  with its letter, results v, those of a ladder
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
 They show the H200's records and the static ones; in the results table those of any other GPU
