@@ -300,11 +300,12 @@ def _nan_flags(compiler: tuple[str, ...]) -> list[str]:
     """
     if sys.platform != "linux" or "clang" in compiler_version(*compiler):
         return []
-    assembler = SIMT_DIR / "assembler" / "as"
-    version = zlib.crc32(assembler.read_bytes())  # makes a change of it a change of the flags
+    script = SIMT_DIR / "nan_pattern.sh"
+    version = zlib.crc32(script.read_bytes())  # makes a change of it a change of the flags
     return [
         "-pipe",
-        f"-B{assembler.parent}",
+        "-wrapper",
+        f"bash,{script}",
         "-Wl,--wrap=memset",
         f"-DNAN_INIT={version}",
         "-fno-tree-ccp",  # where one path initializes a variable with a constant, these two

@@ -184,8 +184,15 @@ def test_a_wait_that_is_overtaken_waits_on(tmp_path):
     if (t == 0) for (int i = 0; i < 2; ++i) mbarrier_arrive(smem.barriers[0]);
 """
     step = write(tmp_path, body)
-    with pytest.raises(SimtError, match=r"in phase 2 \(parity 0\), 1 of 1 arrivals missing"):
-        run(step, CpuBackend())
+    reports = []
+    for seed in range(8):
+        try:
+            run(step, CpuBackend(seed))
+        except SimtError as error:
+            reports.append(str(error))
+    assert reports  # of the orders in which both phases complete first
+    for report in reports:
+        assert "in phase 2 (parity 0), 1 of 1 arrivals missing" in report
 
 
 AT_BYTE_8 = r"the mbarrier at byte 8 of shared memory \(initialized at faults.cu:\d+\)"

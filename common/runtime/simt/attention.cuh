@@ -26,7 +26,7 @@
 //     memory.h      buffers between guard pages      fiber.h      switching stacks
 //     trap.h        signals become reports           report.h     how a report is written
 //     sanitizer.h   fibers and AddressSanitizer      launch_bounds.h   threads a kernel may have
-//     assembler/as, uninitialized.cpp                what nobody initializes is NaN
+//     nan_pattern.sh, uninitialized.cpp              what nobody initializes is NaN
 //
 // The .cpp files are compiled once, and each step is linked with them. Headers that steps include
 // are small and include no large part of the standard library, so that steps compile fast.

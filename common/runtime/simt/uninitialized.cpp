@@ -1,4 +1,4 @@
-// Large arrays that nobody initializes: g++ calls memset for them, with the byte that assembler/as
+// Large arrays that nobody initializes: g++ calls memset for them, with the byte that nan_pattern.sh
 // replaces elsewhere. Steps are linked with --wrap=memset.
 #include <stdint.h>
 #include <string.h>
