@@ -153,5 +153,10 @@ bool mbarrier_try_wait_parity(Mbarrier& barrier, int parity, simt::Site site) {
         worker.start_waiting(operation, nullptr);
         worker.yield();
     }
+    // Now and then one lane looks late: if the others let the next phase end meanwhile, it has missed
+    // its own.
+    if (worker.once_in_for_warp(8, simt::mix(key, 0)) &&
+        simt::lane_id() == int(simt::mix(key) % simt::WARP_SIZE))
+        worker.straggle();
     return !state.in_phase_of(parity);
 }

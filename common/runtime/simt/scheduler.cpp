@@ -83,6 +83,11 @@ void Worker::may_fall_behind(uint64_t key) {
     yield();
 }
 
+void Worker::straggle() {
+    stragglers.push_back(running);
+    yield();
+}
+
 void Worker::make_runnable(int thread) {
     threads[thread].state = Thread::RUNNABLE;
     warp_groups[thread / WARP_SIZE].runnable.push_back(thread);
@@ -225,15 +230,18 @@ Group& Worker::next_warp() {
 Fiber& Worker::next_thread() {
     if (copies_may_be_early && !loads.empty() && once_in(4)) land_load(loads.size());
     while (num_runnable == 0) {
+        std::vector<int>& late = behind.empty() ? stragglers : behind;
         const size_t awaited = sort_loads();
-        if (awaited == 0 && behind.empty()) break;
-        // Which of the two is later still is drawn.
-        if (behind.empty() || (awaited > 0 && once_in(2))) {
-            land_load(awaited);
+        if (awaited == 0 && late.empty()) break;
+        // Loads that may be early go before a thread that is late; otherwise it is drawn which of the
+        // two is later still.
+        const bool early = copies_may_be_early && !loads.empty() && !late.empty();
+        if (late.empty() || early || (awaited > 0 && once_in(2))) {
+            land_load(early ? loads.size() : awaited);
         } else {
-            std::swap(behind[random.below(behind.size())], behind.back());
-            make_runnable(behind.back());
-            behind.pop_back();
+            std::swap(late[random.below(late.size())], late.back());
+            make_runnable(late.back());
+            late.pop_back();
         }
     }
     if (num_runnable == 0) {

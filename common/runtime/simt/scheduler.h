@@ -77,6 +77,10 @@ class Worker {
         return mix(mix(blockIdx.x, running / WARP_SIZE), key) % 2 != launch.odd;
     }
 
+    // Lets the running thread go on only when no other one can, not even those that
+    // may_fall_behind().
+    void straggle();
+
     // In one of a check's two runs lets the running thread, and the lanes of its warp that call
     // this with the same key, go on only when no other thread can.
     void may_fall_behind(uint64_t key);
@@ -163,7 +167,8 @@ class Worker {
     bool copies_may_be_early = false;
     int running = NO_THREAD;
     int num_exited = 0;
-    std::vector<int> behind;  // threads that could go on but have fallen behind
+    std::vector<int> behind;      // threads that could go on but have fallen behind
+    std::vector<int> stragglers;  // those that come after them
     uint64_t block_seed = 0;
     Random random;
     static inline constinit thread_local Worker* current_worker = nullptr;
