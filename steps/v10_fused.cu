@@ -32,11 +32,13 @@ constexpr int O_PANELS = Q_PANELS == 0 ? 1 : Q_PANELS;
 // P = 2^(S - m) exceeds 1 where S exceeds m. fp16 ends at 2^16; bf16 and float reach far further,
 // but O += P V needs room for V, too.
 constexpr float MAX_ROW_SUM = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p40f;
+// The most works of a pass, each of which may fail: one bit of a word tells.
+constexpr int PASS_WORKS = 32;
 
 struct Work {
     int q_start, head, batch;
     int num_tiles;  // of K, and of V; at least 1
-    int last;       // no other one follows
+    int last;       // of its pass
 };
 
 // Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
@@ -50,7 +52,7 @@ struct alignas(1024) SharedMemory {                   // the swizzle's pattern: 
     Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
     Mbarrier q_empty, k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every consumer warp has read it
     Mbarrier pass_done;                                          // and has written to:
-    uint32_t failed[4 * CONSUMERS];  // bit i: the block's work of round i, bit 31: all from 31 on
+    uint32_t failed[4 * CONSUMERS];                              // bit i: work i of the pass
     // m of each consumer's two rows. They lie here because a vector load brings them to neighbouring
     // registers, which are in different banks: then the multiply-adds of the exponentials, which take
     // them in turn, find both in the operand caches and read one register, not two, while wgmma
@@ -132,11 +134,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
         }
     };
-    // The block's works by their bits. Some warp may have failed to compute them in the first pass.
-    constexpr uint32_t ALL = ~0u;
-    const auto work_bit = [](int i) { return 1u << min(i, 31); };
-    const auto wait_for_failed = [&] {
-        wait_for(smem.pass_done, 0);
+    // Block b takes the works b, b + gridDim.x, b + 2 gridDim.x ..., each time one of a round.
+    const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
+    const int num_works = (q_blocks * p.batch * p.heads - 1 - blockIdx.x) / gridDim.x + 1;
+    // A pass computes the next PASS_WORKS of them. Those that some warp has failed to compute, the
+    // bits returned, are computed again by the pass after it. Which ones these are does not depend on
+    // the number of blocks, nor does any bit of O.
+    const auto wait_for_failed = [&](int pass) {
+        wait_for(smem.pass_done, pass);
         uint32_t failed = 0;
 #pragma unroll
         for (uint32_t of_warp : smem.failed) failed |= of_warp;
@@ -164,10 +169,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (warpgroup == CONSUMERS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x != PRODUCER) return;
-        const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
         const int all_heads = p.batch * p.heads;
-        // Block b takes the works b, b + gridDim.x, b + 2 gridDim.x ..., each time one of a round.
-        const int num_works = (q_blocks * all_heads - 1 - blockIdx.x) / gridDim.x + 1;
         // A section's works fill up to 4 rounds, as few as they fill to nine tenths: the fewer heads
         // are at work at once, the more evenly their K and V are fetched from DRAM.
         int section_heads = 1;
@@ -199,9 +201,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             return Work{q_start, head % p.heads, head / p.heads, tiles_of(q_start + BLOCK_M - 1),
                         last};
         };
-        // Those of a set, which is not empty. K of a tile, then V of the tile before: as the consumers
-        // need them.
-        const auto load_works = [&](uint32_t works) {
+        // Loads the works `first` + i for all bits i of `works`; at least one is set. K of a tile, then
+        // V of the tile before: as the consumers need them.
+        const auto load_works = [&](int first, uint32_t works) {
+            const int end = min(PASS_WORKS, num_works - first);
             int v_row = 0, v_head = 0, v_batch = 0;
             const auto load_v = [&](int tile) {
                 const int stage = tile % NUM_STAGES;
@@ -211,12 +214,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             };
             const int first_tile = num_tiles;
             const auto find_work = [&](int i) {
-                while (i < num_works && !(works & work_bit(i))) ++i;
+                while (i < end && !(works >> i & 1)) ++i;
                 return i;
             };
-            for (int i = find_work(0), next; i < num_works; i = next, ++num_begun) {
+            for (int i = find_work(0), next; i < end; i = next, ++num_begun) {
                 next = find_work(i + 1);
-                const Work work = work_at(i, next == num_works);
+                const Work work = work_at(first + i, next == end);
                 const int kv_head = work.head / (p.heads / p.kv_heads);
                 for (int tile = 0; tile < work.num_tiles; ++tile, ++num_tiles) {
                     const int stage = num_tiles % NUM_STAGES;
@@ -235,8 +238,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
             load_v(num_tiles - 1);
         };
-        load_works(ALL);
-        if (const uint32_t failed = wait_for_failed()) load_works(failed);
+        constexpr uint32_t ALL = ~0u;
+        uint32_t works = ALL;
+        for (int first = 0, pass = 0; first < num_works; ++pass) {
+            load_works(first, works);
+            works = wait_for_failed(pass);
+            if (works == 0) works = ALL, first += PASS_WORKS;
+        }
         return;
     }
 
@@ -451,8 +459,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
     };
 
-    // The works that the producer has chosen, by the maximum of their first tiles or by online
-    // softmax. Returns those whose sums went out of bounds.
+    // Computes the works of a pass, by the maximum of their first tiles or by online softmax. Returns
+    // the bits of those whose sums went out of bounds.
     const auto attend = [&]<bool ONLINE>(std::bool_constant<ONLINE> online) {
         uint32_t failed = 0;
         Work work = load_q();
@@ -460,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         start_s();
         pass_turn();
         softmax_first(work);
-        for (int round = 0;; ++round) {
+        for (uint32_t bit = 1;; bit <<= 1) {
             // ---- for each K/V tile
             const int last_tile = group_tiles(work) - 1;
             for (int tile = 1; tile <= last_tile; ++tile, ++num_tiles) {
@@ -490,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
             if (!ONLINE) {
                 const bool ok = row_sum[0] <= MAX_ROW_SUM && row_sum[1] <= MAX_ROW_SUM;
-                if (__any_sync(0xffffffff, !ok)) failed |= work_bit(round);
+                if (__any_sync(0xffffffff, !ok)) failed |= bit;
             }
             ++num_begun;
             const int last_stage = (num_tiles - 1) % NUM_STAGES;
@@ -531,13 +539,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
     };
 
-    const uint32_t failed_here = attend(std::false_type());
-    if (lane == 0) smem.failed[warp] = failed_here;
-    if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O has left: its place is the next Q's
-    release(smem.pass_done);
-    if (wait_for_failed()) {
-        if (lane == 0) cp_async_bulk_wait_group<0>();  // O must not land after what replaces it
-        attend(std::true_type());
+    bool online = false;
+    for (int first = 0, pass = 0; first < num_works; ++pass) {
+        const uint32_t failed_here = online ? attend(std::true_type()) : attend(std::false_type());
+        if (lane == 0) smem.failed[warp] = failed_here;
+        if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O has left: its place is the next Q's
+        release(smem.pass_done);
+        online = wait_for_failed(pass) != 0;
+        if (!online) first += PASS_WORKS;
+        // O must not land after what replaces it.
+        if (online && lane == 0) cp_async_bulk_wait_group<0>();
     }
-    if (lane == 0) cp_async_bulk_wait_group_read<0>();
 }
