@@ -32,13 +32,11 @@ constexpr int O_PANELS = Q_PANELS == 0 ? 1 : Q_PANELS;
 // P = 2^(S - m) exceeds 1 where S exceeds m. fp16 ends at 2^16; bf16 and float reach far further,
 // but O += P V needs room for V, too.
 constexpr float MAX_ROW_SUM = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p40f;
-// The most works of a pass, each of which may fail: one bit of a word tells.
-constexpr int PASS_WORKS = 32;
 
 struct Work {
     int q_start, head, batch;
     int num_tiles;  // of K, and of V; at least 1
-    int last;       // of its pass
+    int last;       // no other one follows
 };
 
 // Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
@@ -52,7 +50,7 @@ struct alignas(1024) SharedMemory {                   // the swizzle's pattern: 
     Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
     Mbarrier q_empty, k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every consumer warp has read it
     Mbarrier pass_done;                                          // and has written to:
-    uint32_t failed[4 * CONSUMERS];                              // bit i: work i of the pass
+    bool failed[4 * CONSUMERS];  // whether some of its sums went out of bounds
     // m of each consumer's two rows. They lie here because a vector load brings them to neighbouring
     // registers, which are in different banks: then the multiply-adds of the exponentials, which take
     // them in turn, find both in the operand caches and read one register, not two, while wgmma
@@ -134,17 +132,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
         }
     };
-    // Block b takes the works b, b + gridDim.x, b + 2 gridDim.x ..., each time one of a round.
-    const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
-    const int num_works = (q_blocks * p.batch * p.heads - 1 - blockIdx.x) / gridDim.x + 1;
-    // A pass computes the next PASS_WORKS of them. Those that some warp has failed to compute, the
-    // bits returned, are computed again by the pass after it. Which ones these are does not depend on
-    // the number of blocks, nor does any bit of O.
-    const auto wait_for_failed = [&](int pass) {
-        wait_for(smem.pass_done, pass);
-        uint32_t failed = 0;
+    // Whether some warp has failed to compute some work in the first pass.
+    const auto wait_for_failed = [&] {
+        wait_for(smem.pass_done, 0);
+        bool failed = false;
 #pragma unroll
-        for (uint32_t of_warp : smem.failed) failed |= of_warp;
+        for (bool of_warp : smem.failed) failed |= of_warp;
         return failed;
     };
 
@@ -159,6 +152,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             mbarrier_init(smem.v_empty[stage], 4 * CONSUMERS);
         }
         mbarrier_init(smem.pass_done, 4 * CONSUMERS);
+#pragma unroll
+        for (bool& of_warp : smem.failed) of_warp = false;
         fence_mbarrier_init();
     }
     __syncthreads();  // the mbarriers are initialized
@@ -169,7 +164,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (warpgroup == CONSUMERS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x != PRODUCER) return;
+        const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
         const int all_heads = p.batch * p.heads;
+        // Block b takes the works b, b + gridDim.x, b + 2 gridDim.x ..., each time one of a round.
+        const int num_works = (q_blocks * all_heads - 1 - blockIdx.x) / gridDim.x + 1;
         // A section's works fill up to 4 rounds, as few as they fill to nine tenths: the fewer heads
         // are at work at once, the more evenly their K and V are fetched from DRAM.
         int section_heads = 1;
@@ -201,10 +199,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             return Work{q_start, head % p.heads, head / p.heads, tiles_of(q_start + BLOCK_M - 1),
                         last};
         };
-        // Loads the works `first` + i for all bits i of `works`; at least one is set. K of a tile, then
-        // V of the tile before: as the consumers need them.
-        const auto load_works = [&](int first, uint32_t works) {
-            const int end = min(PASS_WORKS, num_works - first);
+        // Whether a warp has failed to compute its rows of a work: it has stored NaN as their lse.
+        const auto has_failed = [&](const Work& work) {
+            const float* lse = p.lse + (int64_t(work.batch) * p.heads + work.head) * p.seq_q;
+            bool failed = false;
+#pragma unroll
+            for (int i = 0; i < BLOCK_M; i += 16) {
+                const int row = work.q_start + i;
+                if (0 <= row && row < p.seq_q) failed |= isnan(lse[row]);
+            }
+            return failed;
+        };
+        // Loads all works, or those that have failed, at least one. K of a tile, then V of the tile
+        // before: as the consumers need them.
+        const auto load_works = [&](bool all) {
             int v_row = 0, v_head = 0, v_batch = 0;
             const auto load_v = [&](int tile) {
                 const int stage = tile % NUM_STAGES;
@@ -214,12 +222,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             };
             const int first_tile = num_tiles;
             const auto find_work = [&](int i) {
-                while (i < end && !(works >> i & 1)) ++i;
+                while (i < num_works && !all && !has_failed(work_at(i, false))) ++i;
                 return i;
             };
-            for (int i = find_work(0), next; i < end; i = next, ++num_begun) {
+            for (int i = find_work(0), next; i < num_works; i = next, ++num_begun) {
                 next = find_work(i + 1);
-                const Work work = work_at(first + i, next == end);
+                const Work work = work_at(i, next == num_works);
                 const int kv_head = work.head / (p.heads / p.kv_heads);
                 for (int tile = 0; tile < work.num_tiles; ++tile, ++num_tiles) {
                     const int stage = num_tiles % NUM_STAGES;
@@ -238,13 +246,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
             load_v(num_tiles - 1);
         };
-        constexpr uint32_t ALL = ~0u;
-        uint32_t works = ALL;
-        for (int first = 0, pass = 0; first < num_works; ++pass) {
-            load_works(first, works);
-            works = wait_for_failed(pass);
-            if (works == 0) works = ALL, first += PASS_WORKS;
-        }
+        load_works(true);
+        if (wait_for_failed()) load_works(false);
         return;
     }
 
@@ -416,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             inverse[r] = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
         }
     };
-    const auto write = [&](const Work& work) {
+    const auto write = [&](const Work& work, bool failed) {
         const int warp_start = work.q_start + warp_row;
         // O_PANELS at a time. A warp's 16 rows of a panel, swizzled, are a box. TMA leaves out the
         // rows past seq_q and the columns past HEAD_DIM, some of which nobody has written.
@@ -449,26 +452,29 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 cp_async_bulk_commit_group();
             }
         }
-        // log sum exp = (m + log2 l) ln 2; -inf where no key is visible. Of the 4 lanes that know m and
-        // l of two rows, two write one each. After O, whose fence would wait for this store, too.
+        // log sum exp = (m + log2 l) ln 2; -inf where no key is visible; NaN where the warp has failed.
+        // Of the 4 lanes that know m and l of two rows, two write one each. After O, whose fence would
+        // wait for this store, too.
         const int r = lane % 4, row = warp_start + 8 * r + lane / 4;
         if (r < 2 && 0 <= row && row < p.seq_q) {
             const float l = r == 0 ? row_sum[0] : row_sum[1], m = r == 0 ? shift[0] : shift[1];
             p.lse[(int64_t(work.batch) * p.heads + work.head) * p.seq_q + row] =
-                l == 0.0f ? -INFINITY : (m + lg2_approx_ftz(l)) * 0.6931471805599453f;
+                failed      ? NAN
+                : l == 0.0f ? -INFINITY
+                            : (m + lg2_approx_ftz(l)) * 0.6931471805599453f;
+            if (failed && lane == 0) smem.failed[warp] = true;
         }
     };
 
-    // Computes the works of a pass, by the maximum of their first tiles or by online softmax. Returns
-    // the bits of those whose sums went out of bounds.
+    // Computes the works that the producer loads, by the maximum of their first tiles or by online
+    // softmax, and writes O and lse.
     const auto attend = [&]<bool ONLINE>(std::bool_constant<ONLINE> online) {
-        uint32_t failed = 0;
         Work work = load_q();
         wait_for_turn();
         start_s();
         pass_turn();
         softmax_first(work);
-        for (uint32_t bit = 1;; bit <<= 1) {
+        for (;;) {
             // ---- for each K/V tile
             const int last_tile = group_tiles(work) - 1;
             for (int tile = 1; tile <= last_tile; ++tile, ++num_tiles) {
@@ -496,9 +502,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 }
                 convert_p();
             }
+            bool failed = false;
             if (!ONLINE) {
                 const bool ok = row_sum[0] <= MAX_ROW_SUM && row_sum[1] <= MAX_ROW_SUM;
-                if (__any_sync(0xffffffff, !ok)) failed |= bit;
+                failed = __any_sync(0xffffffff, !ok);
             }
             ++num_begun;
             const int last_stage = (num_tiles - 1) % NUM_STAGES;
@@ -524,8 +531,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 sum_up();
                 wgmma_wait_group<0>(o_acc, p_frag);
                 release(smem.v_empty[last_stage]);
-                write(done);
-                return failed;
+                write(done, failed);
+                return;
             }
             start_pv(last_stage, last_tile);
             work = load_q();
@@ -534,20 +541,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             sum_up();
             wgmma_wait_group<1>(o_acc, p_frag);
             release(smem.v_empty[last_stage]);
-            write(done);  // while S of the next work runs
+            write(done, failed);  // while S of the next work runs
             softmax_first(work);
         }
     };
 
-    bool online = false;
-    for (int first = 0, pass = 0; first < num_works; ++pass) {
-        const uint32_t failed_here = online ? attend(std::true_type()) : attend(std::false_type());
-        if (lane == 0) smem.failed[warp] = failed_here;
-        if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O has left: its place is the next Q's
-        release(smem.pass_done);
-        online = wait_for_failed(pass) != 0;
-        if (!online) first += PASS_WORKS;
-        // O must not land after what replaces it.
-        if (online && lane == 0) cp_async_bulk_wait_group<0>();
+    attend(std::false_type());
+    if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O has left: its place is the next Q's
+    release(smem.pass_done);
+    if (wait_for_failed()) {
+        if (lane == 0) cp_async_bulk_wait_group<0>();  // O must not land after what replaces it
+        attend(std::true_type());
     }
+    if (lane == 0) cp_async_bulk_wait_group_read<0>();
 }
