@@ -41,8 +41,8 @@ from .launch import (
     params_type,
     sizes_of,
     strided_tensors,
-    strides,
 )
+from .segments import SegmentedTensor
 from .tensor_map import encode_for_cpu, tensor_maps
 
 SIMT_DIR = Path(__file__).parent / "simt"
@@ -67,7 +67,6 @@ SANITIZED_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 FAULT_EXIT_CODE = 65  # of common/runtime/simt/report.h
 PROGRESS = "still computing"  # likewise
-POISON = -1  # all bits set, as in common/runtime/simt/memory.h: NaN in every dtype
 MULTIPROCESSORS = 2  # few: a persistent block computes many work tiles; odd seeds add one
 MAX_WORKERS = 16  # each has a stack for every thread of a block
 MIN_TIME_LIMIT_S = 60
@@ -77,8 +76,6 @@ MULTIPLY_ADDS_PER_S = 1e6  # far below what the slowest step does, sanitized, on
 
 # Where in the program something happened: addresses, the innermost call first.
 _CODE = re.compile(r"<code((?: 0x[0-9a-f]+)*)>")
-
-_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class SimtError(RuntimeError):
@@ -103,7 +100,7 @@ _INPUT, _OUTPUT, _WORKSPACE = range(3)  # enum Kind
 class _BufferRequest(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char * 16),
-        ("bytes", ctypes.c_int64),
+        ("segments", ctypes.c_int32),
         ("alignment", ctypes.c_int32),
         ("misalignment", ctypes.c_int32),
         ("address_at", ctypes.c_int32),
@@ -221,16 +218,18 @@ class CpuBackend:
         zeros = [0] * len(tensors)
         params = pack(operation, tensors, scalars, encode_for_cpu(maps), zeros, [])
         fields = params_type(operation)
-        spans = [_poisoned_span(t) for t in tensors]
-        buffers = []
-        for operand, t, span in zip(operation.operands, tensors, spans, strict=True):
+        segmented = [SegmentedTensor(t) for t in tensors]
+        buffers, contents = [], []
+        for operand, t, own in zip(operation.operands, tensors, segmented, strict=True):
             is_input = operand in operation.inputs
+            contents.append(own.segments)
             if is_input:
-                _elements(span, t)[...] = t.detach().view(_INTEGERS[t.element_size()]).numpy()
+                own.copy_from(t)
+                contents.append(own.elements)
             buffers.append(
                 _BufferRequest(
                     name=operand.name.encode(),
-                    bytes=span.nbytes,
+                    segments=len(own.segments),
                     alignment=16,
                     misalignment=t.data_ptr() % 16,
                     address_at=getattr(fields, operand.name).offset,
@@ -239,10 +238,11 @@ class CpuBackend:
                 )
             )
         for i, size in enumerate(plan.workspace_bytes):
+            contents.append(np.array([[0, size]]))
             buffers.append(
                 _BufferRequest(
                     name=f"workspace[{i}]".encode(),
-                    bytes=size,
+                    segments=1,
                     alignment=256,
                     address_at=fields.workspace.offset + i * ctypes.sizeof(ctypes.c_uint64),
                     map_at=-1,
@@ -262,18 +262,16 @@ class CpuBackend:
             buffers=(_BufferRequest * 16)(*buffers),
             kernels=(_KernelRequest * 3)(*kernels),
         )
-        num_inputs = len(operation.inputs)
-        answer = _run(step, spec, program, b"".join([request, params, *spans[:num_inputs]]))
+        answer = _run(step, spec, program, b"".join([request, params, *contents]))
 
         offset = 0
-        outputs = zip(tensors[num_inputs:], spans[num_inputs:], strict=True)
-        for operand, (t, span) in zip(operation.outputs, outputs, strict=True):
-            span[:] = np.frombuffer(answer, span.dtype, span.size, offset)
-            offset += span.nbytes
-            elements = _elements(span, t)
-            t.copy_(torch.from_numpy(elements.copy()).view(t.dtype))
-            elements[...] = POISON
-            if (written := np.flatnonzero(span != POISON)).size:
+        num_inputs = len(operation.inputs)
+        outputs = zip(tensors[num_inputs:], segmented[num_inputs:], strict=True)
+        for operand, (t, own) in zip(operation.outputs, outputs, strict=True):
+            own.elements[:] = np.frombuffer(answer, own.elements.dtype, own.elements.size, offset)
+            offset += own.elements.nbytes
+            own.copy_to(t)
+            if (written := own.written_gaps()).size:
                 name = operand.name
                 raise SimtError(
                     f"{step.name} ({spec}): write outside the output view: {written.size} elements "
@@ -404,18 +402,6 @@ def _shorten_sanitizer_report(messages: str) -> str:
     places = [line for line in lines if line.startswith("sanitizer error in kernel")]
     report = itertools.takewhile(str.strip, (line for line in lines if line not in places))
     return "\n".join([*places[:1], *report])
-
-
-def _poisoned_span(t: torch.Tensor) -> np.ndarray:
-    """Poison in place of all storage from t's first to its last element, as integers."""
-    size = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, (*strides(t), 1), strict=True))
-    return np.full(size, POISON, f"i{t.element_size()}")
-
-
-def _elements(span: np.ndarray, t: torch.Tensor) -> np.ndarray:
-    """The elements of t within its span, in t's shape; writing to them writes to the span."""
-    byte_strides = [stride * span.itemsize for stride in (*strides(t), 1)]
-    return np.lib.stride_tricks.as_strided(span, t.shape, byte_strides)
 
 
 def _num_cores() -> int:

@@ -7,6 +7,8 @@
 #include <unistd.h>
 
 #include <cstddef>
+#include <utility>
+#include <vector>
 
 #include "report.h"
 #include "sanitizer.h"
@@ -32,14 +34,14 @@ inline size_t page_bytes() {
 // Fresh pages, with `guard` inaccessible bytes below and above.
 class GuardedPages {
   public:
-    GuardedPages(size_t bytes, size_t guard) : size(round_up(bytes, page_bytes())), guard(guard) {
+    GuardedPages(size_t bytes, size_t guard, int protection = PROT_READ | PROT_WRITE)
+        : size(round_up(bytes, page_bytes())), guard(guard) {
         void* mapped =
             mmap(nullptr, size + 2 * guard, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (mapped == MAP_FAILED)
             Report().add("out of memory: no room for %zu bytes", bytes).fail();
         base = static_cast<std::byte*>(mapped) + guard;
-        allow(PROT_READ | PROT_WRITE);
-        sanitizer_forget(base, size);
+        if (protection != PROT_NONE) allow(base, end(), protection);
     }
     ~GuardedPages() {
         if (base) munmap(base - guard, size + 2 * guard);
@@ -55,9 +57,11 @@ class GuardedPages {
         return base - guard <= address && address < end() + guard;
     }
 
-    void allow(int protection) {
-        if (mprotect(base, size, protection))
-            Report().add("out of memory: no room for %zu bytes", size).fail();
+    void allow(std::byte* first_page, std::byte* last_page_end, int protection) {
+        const size_t bytes = last_page_end - first_page;
+        if (mprotect(first_page, bytes, protection))
+            Report().add("out of memory: no room for %zu bytes", bytes).fail();
+        sanitizer_forget(first_page, bytes);
     }
 
   private:
@@ -67,14 +71,26 @@ class GuardedPages {
 
 enum class Flush { END, START };  // which end of a buffer touches a guard page
 
-// A poisoned buffer. It rarely fills whole pages: the slack at the end that touches no guard page
-// is poisoned too, so reads there give NaN and damaged_slack() detects writes.
+// A part of a buffer that holds data.
+struct Segment {
+    int64_t offset, bytes;
+};
+
+// A poisoned buffer. Only the pages of its segments are accessible, so that a tensor whose rows lie
+// gigabytes apart takes the memory of its rows, and an access between them traps. A segment rarely
+// fills whole pages: the slack that touches no inaccessible page is poisoned too, so reads there
+// give NaN and damaged_slack() detects writes.
 class Buffer {
   public:
+    // One segment or more, in ascending order, the first at offset 0; gaps are larger than a page.
     // The buffer's address is `misalignment` modulo `alignment`, a power of two; that may take up
     // to alignment - 1 bytes of slack at the flush end too.
-    Buffer(const char* name, size_t bytes, size_t alignment, size_t misalignment, Flush flush)
-        : name(name), bytes(bytes), pages(bytes + alignment, GUARD_BYTES) {
+    Buffer(const char* name, std::vector<Segment> of, size_t alignment, size_t misalignment,
+           Flush flush)
+        : name(name),
+          bytes(of.back().offset + of.back().bytes),
+          segments(std::move(of)),
+          pages(bytes + alignment, GUARD_BYTES, PROT_NONE) {
         if (flush == Flush::START) {
             data = pages.begin() + misalignment;
         } else {
@@ -82,21 +98,32 @@ class Buffer {
             const size_t excess = reinterpret_cast<uintptr_t>(highest) - misalignment;
             data = highest - excess % alignment;
         }
+        allow(PROT_READ | PROT_WRITE);
         poison();
     }
 
-    void poison() { memset(pages.begin(), POISON, pages.end() - pages.begin()); }
-    void make_read_only() { pages.allow(PROT_READ); }
+    void poison() {
+        for (const Segment& segment : segments) {
+            std::byte* from = first_page(segment);
+            memset(from, POISON, last_page_end(segment) - from);
+        }
+    }
+    void make_read_only() { allow(PROT_READ); }
     bool contains(const std::byte* address) const {
-        return data <= address && address < data + bytes;
+        for (const Segment& segment : segments)
+            if (begin(segment) <= address && address < end(segment)) return true;
+        return false;
     }
     bool guards(const std::byte* address) const { return pages.guards(address); }
 
-    // Where the slack has been written to, "before the start" or "past the end"; nullptr if
-    // nowhere.
+    // Where the slack has been written to; nullptr if nowhere.
     const char* damaged_slack() const {
-        if (!is_poison(pages.begin(), data)) return "before the start";
-        if (!is_poison(data + bytes, pages.end())) return "past the end";
+        for (const Segment& segment : segments) {
+            if (!is_poison(first_page(segment), begin(segment)))
+                return &segment == &segments.front() ? "before the start" : "between the rows";
+            if (!is_poison(end(segment), last_page_end(segment)))
+                return &segment == &segments.back() ? "past the end" : "between the rows";
+        }
         return nullptr;
     }
 
@@ -107,16 +134,35 @@ class Buffer {
             report.add("%td bytes before the start of %s (%zu bytes)", -offset, name, bytes);
         } else if (contains(address)) {
             report.add("at byte %td of %s (%zu bytes)", offset, name, bytes);
+        } else if (offset < ptrdiff_t(bytes)) {
+            report.add("between the rows of %s (%zu bytes), at byte %td", name, bytes, offset);
         } else {
             report.add("past the end of %s (%zu bytes), at byte %td", name, bytes, offset);
         }
     }
 
     const char* const name;
-    const size_t bytes;
+    const size_t bytes;  // from the first segment's start to the last one's end
+    const std::vector<Segment> segments;
     std::byte* data;
 
+    std::byte* begin(const Segment& segment) const { return data + segment.offset; }
+    std::byte* end(const Segment& segment) const { return begin(segment) + segment.bytes; }
+
   private:
+    // Of a segment.
+    std::byte* first_page(const Segment& segment) const {
+        return begin(segment) - reinterpret_cast<uintptr_t>(begin(segment)) % page_bytes();
+    }
+    std::byte* last_page_end(const Segment& segment) const {
+        return end(segment) + -reinterpret_cast<uintptr_t>(end(segment)) % page_bytes();
+    }
+
+    void allow(int protection) {
+        for (const Segment& segment : segments)
+            pages.allow(first_page(segment), last_page_end(segment), protection);
+    }
+
     static bool is_poison(const std::byte* from, const std::byte* to) {
         for (; from < to; ++from) {
             if (*from != std::byte{POISON}) return false;

@@ -24,7 +24,7 @@ enum Kind : int32_t { INPUT, OUTPUT, WORKSPACE };
 
 struct BufferRequest {  // an empty name ends the list
     char name[16];
-    int64_t bytes;
+    int32_t segments;
     int32_t alignment, misalignment;  // address % alignment == misalignment
     int32_t address_at;               // where in the kernels' parameter its address belongs
     int32_t map_at;                   // where the tensor map is that holds its address, or -1
@@ -38,7 +38,8 @@ struct KernelRequest {  // an empty name ends the list
     int32_t smem_bytes;
 };
 
-// Followed by the kernels' parameter without its addresses and by the bytes of the inputs.
+// Followed by the kernels' parameter without its addresses, then for each buffer by its segments
+// and, of an input, by their bytes.
 struct Request {
     uint64_t seed;
     int32_t workers;  // OS threads
@@ -144,8 +145,9 @@ void launch_kernel(const Request& request, int index) {
     for (const Buffer& buffer : global_buffers) {
         if (const char* where = buffer.damaged_slack()) {
             Report()
-                .add("out-of-bounds write in kernel %s: %s of %s; an %s seed finds the line",
-                     asked.name, where, buffer.name, request.seed % 2 ? "even" : "odd")
+                .add("out-of-bounds write in kernel %s: %s of %s; an %s seed %s the line",
+                     asked.name, where, buffer.name, request.seed % 2 ? "even" : "odd",
+                     buffer.segments.size() > 1 ? "may find" : "finds")
                 .fail();
         }
     }
@@ -158,15 +160,18 @@ void make_buffers(const Request& request) {
     global_buffers.reserve(MAX_BUFFERS);
     for (const BufferRequest& asked : request.buffers) {
         if (!asked.name[0]) break;
+        std::vector<Segment> segments(asked.segments);
+        read_exactly(segments.data(), segments.size() * sizeof(Segment));
         const Flush flush = request.seed % 2 ? Flush::START : Flush::END;
-        Buffer& buffer = global_buffers.emplace_back(asked.name, asked.bytes, asked.alignment,
-                                                     asked.misalignment, flush);
+        Buffer& buffer = global_buffers.emplace_back(asked.name, std::move(segments),
+                                                     asked.alignment, asked.misalignment, flush);
         const auto address = reinterpret_cast<uintptr_t>(buffer.data);
         memcpy(kernel_params + asked.address_at, &address, sizeof(address));
         if (asked.map_at >= 0)
             reinterpret_cast<TensorMapFields*>(kernel_params + asked.map_at)->address = address;
         if (asked.kind == INPUT) {
-            read_exactly(buffer.data, asked.bytes);
+            for (const Segment& segment : buffer.segments)
+                read_exactly(buffer.begin(segment), segment.bytes);
             buffer.make_read_only();
         }
     }
@@ -193,8 +198,10 @@ int run_request() {
         for (int i = 0; i < 3 && request.kernels[i].name[0]; ++i) launch_kernel(request, i);
     }
     for (size_t i = 0; i < global_buffers.size(); ++i) {
-        if (request.buffers[i].kind != INPUT)
-            write_exactly(answer, global_buffers[i].data, global_buffers[i].bytes);
+        const Buffer& buffer = global_buffers[i];
+        if (request.buffers[i].kind == INPUT) continue;
+        for (const Segment& segment : buffer.segments)
+            write_exactly(answer, buffer.begin(segment), segment.bytes);
     }
     for (const BankCounter::Place& place : bank_counter.places()) {
         fprintf(answer, "%s\t%s\t%d\t%lld\t%lld\t%lld\n", place.operation, place.site.file_name(),

@@ -8,7 +8,7 @@ namespace simt {
 
 Worker::Worker(const Launch& launch)
     : launch(launch),
-      smem("shared memory", launch.smem_bytes, 16, 0, launch.smem_flush),
+      smem("shared memory", {{0, int64_t(launch.smem_bytes)}}, 16, 0, launch.smem_flush),
       smem_async_view(smem),
       threads(launch.num_threads),
       block_group{0, launch.num_threads},
