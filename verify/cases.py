@@ -29,7 +29,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # A layout allocates a tensor [batch, heads, seq, head_dim] as a view of a larger one, filled with
 # NaN, and returns both: what is read outside the view shows as NaN, what is written there as a hole
-# in the NaN.
+# in the NaN. far() says where it does not allocate the larger one.
 Layout = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -20,7 +20,7 @@
 namespace simt {
 
 constexpr int POISON = 0xFF;  // bytes of 0xFF are NaN in fp32, bf16 and fp16 alike
-constexpr size_t GUARD_BYTES = size_t{1} << 24;  // address space only; any page size divides it
+constexpr size_t MIN_GUARD_BYTES = size_t{1} << 24;  // address space only
 
 inline size_t round_up(size_t n, size_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
@@ -90,7 +90,7 @@ class Buffer {
         : name(name),
           bytes(of.back().offset + of.back().bytes),
           segments(std::move(of)),
-          pages(bytes + alignment, GUARD_BYTES, PROT_NONE) {
+          pages(bytes + alignment, guard_bytes(bytes), PROT_NONE) {
         if (flush == Flush::START) {
             data = pages.begin() + misalignment;
         } else {
@@ -155,7 +155,13 @@ class Buffer {
         return begin(segment) - reinterpret_cast<uintptr_t>(begin(segment)) % page_bytes();
     }
     std::byte* last_page_end(const Segment& segment) const {
-        return end(segment) + -reinterpret_cast<uintptr_t>(end(segment)) % page_bytes();
+        const auto address = reinterpret_cast<uintptr_t>(end(segment));
+        return end(segment) + (round_up(address, page_bytes()) - address);
+    }
+
+    // As much as the buffer: where an offset has the wrong sign, the report still names the buffer.
+    static size_t guard_bytes(size_t bytes) {
+        return round_up(bytes < MIN_GUARD_BYTES ? MIN_GUARD_BYTES : bytes, page_bytes());
     }
 
     void allow(int protection) {
