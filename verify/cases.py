@@ -449,10 +449,11 @@ CASES = (
     Case("padded", Shape(2, 2, 2, 51, 70, 64), FP32, layouts=(padded,) * 4),
     # More heads than 8 bits count.
     Case("heads_258", Shape(1, 258, 86, 1, 3, 8), BF16, causal=True),
-    # Further apart than 32 bits count: batches, heads, rows of one tile, the first rows of tiles.
+    # Further apart than 32 bits count: batches, heads, rows, every 16th row of a tile, tiles.
     Case("far_batches", Shape(2, 1, 1, 33, 40, 64), BF16, layouts=(far(0),) * 4),
     Case("far_heads", Shape(1, 2, 2, 33, 40, 64), BF16, layouts=(far(1),) * 4),
     Case("far_rows", Shape(1, 1, 1, 2, 2, 64), BF16, layouts=(far(2),) * 4),
+    Case("far_16_rows", Shape(1, 1, 1, 17, 17, 64), BF16, layouts=(far(2),) * 4),
     Case("far_tiles", Shape(1, 1, 1, 257, 257, 64), BF16, layouts=(far(2),) * 4),
     # Rows that lie at no multiple of 16 bytes.
     Case(
