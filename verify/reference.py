@@ -54,13 +54,15 @@ def _attention(q, k, v, dtype: torch.dtype, causal: bool, softmax_scale: float):
     num_rows = max(1, MAX_SCORES // seq_k)
     for b, h, first in product(range(batch), range(heads), range(0, seq_q, num_rows)):
         rows = slice(first, min(first + num_rows, seq_q))
+        # Contiguous, since cuBLAS counts in 32 bits how far rows lie apart.
         kv = (b, h * kv_heads // heads)
-        scores = (q[b, h, rows].to(dtype) * softmax_scale) @ k[kv].to(dtype).mT  # [rows, seq_k]
+        keys, values = (x[kv].to(dtype).contiguous() for x in (k, v))
+        scores = (q[b, h, rows].to(dtype) * softmax_scale) @ keys.mT  # [rows, seq_k]
         if causal:
             last_visible = torch.arange(rows.start, rows.stop, device=q.device) + seq_k - seq_q
             scores.masked_fill_(key > last_visible[:, None], -torch.inf)
         lse[b, h, rows] = scores.logsumexp(-1)
         sees_nothing = lse[b, h, rows].isneginf()
-        weighted = scores.softmax(-1) @ v[kv].to(dtype)  # NaN in a row that sees nothing
+        weighted = scores.softmax(-1) @ values  # NaN in a row that sees nothing
         o[b, h, rows] = weighted.masked_fill(sees_nothing[:, None], 0)
     return o, lse
