@@ -134,10 +134,11 @@ class CpuBackend:
     """Runs steps on CPU tensors. Implements common.runtime.backend.Backend.
 
     The seed orders blocks and threads, and its parity chooses which end of each buffer touches a
-    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer. A call that
-    takes longer than time_limit_s fails; with None only endless loops reach the limit. A persistent
-    step launches blocks for `multiprocessors`; of `calls` in one program the last one's outputs are
-    returned. Both may be set.
+    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer, which leaves
+    out the search for data races in what the step itself accesses. A call that takes longer than
+    time_limit_s fails; with None only endless loops reach the limit. A persistent step launches
+    blocks for `multiprocessors`; of `calls` in one program the last one's outputs are returned.
+    Both may be set.
     """
 
     name = "cpu"
@@ -161,6 +162,7 @@ class CpuBackend:
             *_flags(self.sanitize),
             *STEP_FLAGS,
             *_nan_flags(host_compiler()),
+            *([] if self.sanitize else _race_flags(host_compiler())),
             *spec.defines,
         ]
         name = f"{step.path.stem}_{spec}_simt{'_sanitize' if self.sanitize else ''}"
@@ -309,6 +311,16 @@ def _nan_flags(compiler: tuple[str, ...]) -> list[str]:
         "-fno-tree-ccp",  # where one path initializes a variable with a constant, these two
         "-fno-tree-fre",  # passes let all paths do so
     ]
+
+
+def _race_flags(compiler: tuple[str, ...]) -> list[str]:
+    """Has the compiler report accesses to simt/races.h: by ThreadSanitizer's calls.
+
+    Its library is not linked, as the driver does not see the flag. It excludes AddressSanitizer.
+    """
+    if "clang" in compiler_version(*compiler):
+        return ["-Xclang", "-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"]
+    return ["-Wp,-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 
 
 @cache

@@ -23,20 +23,50 @@ void require_aligned(const void* address, size_t bytes, const char* operation, S
     report.fail();
 }
 
-void vector_access(const void* address, size_t bytes, const char* operation, Site site) {
-    require_aligned(address, bytes, operation, site);
+namespace {
+
+void count_banks(size_t offset, size_t bytes, const char* operation, Site site) {
     Worker& worker = *Worker::current();
-    BankCounter* banks = worker.banks();
-    if (!banks) return;
-    const auto* first = static_cast<const std::byte*>(address);
-    const Buffer& smem = worker.shared_memory();
-    if (smem.contains(first))
-        banks->count(operation, site, worker.running_thread(), first - smem.data, bytes);
+    if (BankCounter* banks = worker.banks())
+        banks->count(operation, site, worker.running_thread(), offset, bytes);
 }
 
-void shared_access(const void* address, size_t bytes, const char* operation, Site site) {
-    vector_access(address, bytes, operation, site);
-    require_shared(address, bytes, operation, site);
+void vector_access(Access access, const void* address, size_t bytes, const char* operation,
+                   Site site) {
+    require_aligned(address, bytes, operation, site);
+    const Buffer& smem = Worker::current()->shared_memory();
+    const auto* first = static_cast<const std::byte*>(address);
+    if (!smem.contains(first)) return;
+    Worker::current()->races().access(access, first - smem.data, bytes, site);
+    count_banks(first - smem.data, bytes, operation, site);
+}
+
+}  // namespace
+
+template <typename T>
+T vector_load(const void* address, const char* operation, Site site) {
+    vector_access(READ, address, sizeof(T), operation, site);
+    return *static_cast<const T*>(address);
+}
+
+template <typename T>
+void vector_store(void* address, T x, const char* operation, Site site) {
+    vector_access(WRITE, address, sizeof(T), operation, site);
+    note_write(address, sizeof(T));
+    *static_cast<T*>(address) = x;
+}
+
+template float4 vector_load(const void*, const char*, Site);
+template uint4 vector_load(const void*, const char*, Site);
+template void vector_store(void*, float4, const char*, Site);
+template void vector_store(void*, uint4, const char*, Site);
+template void vector_store(void*, uint64_t, const char*, Site);
+
+size_t shared_access(const void* address, size_t bytes, const char* operation, Site site) {
+    require_aligned(address, bytes, operation, site);
+    const size_t offset = require_shared(address, bytes, operation, site);
+    count_banks(offset, bytes, operation, site);
+    return offset;
 }
 
 size_t require_shared(const void* address, size_t bytes, const char* operation, Site site) {
@@ -49,6 +79,13 @@ size_t require_shared(const void* address, size_t bytes, const char* operation, 
         report.fail();
     }
     return first - smem.data;
+}
+
+void track(Access access, const void* address, size_t bytes, Site site) {
+    Worker& worker = *Worker::current();
+    const auto* first = static_cast<const std::byte*>(address);
+    const Buffer& smem = worker.shared_memory();
+    if (smem.contains(first)) worker.races().access(access, first - smem.data, bytes, site);
 }
 
 void note_write(const void* address, size_t bytes) {

@@ -28,5 +28,7 @@ void* require_shared_memory(size_t bytes, size_t alignment, Site site) {
 }  // namespace simt
 
 void __syncthreads(simt::Site site) {
-    simt::collective(simt::Worker::current()->block(), {"__syncthreads", site});
+    simt::Worker& worker = *simt::Worker::current();
+    simt::collective(worker.block(), {"__syncthreads", site},
+                     [&] { worker.races().order_block(); });
 }

@@ -46,11 +46,12 @@ void collective(Group& group, const Operation& operation, Payload& payload, Comp
     worker.yield();
 }
 
-// Without a payload: a barrier.
-inline void collective(Group& group, const Operation& operation) {
+// Without a payload.
+template <typename Complete>
+void collective(Group& group, const Operation& operation, Complete complete) {
     struct {
     } nothing;
-    collective(group, operation, nothing, [](auto) {});
+    collective(group, operation, nothing, [&](auto) { complete(); });
 }
 
 // Reports where the threads of a group have brought different payloads.

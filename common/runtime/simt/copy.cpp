@@ -10,8 +10,9 @@ namespace simt {
 void start_copy(void* to_shared, const void* from_global, bool valid, Site site) {
     Worker& worker = *Worker::current();
     Thread& self = worker.self();
-    shared_access(to_shared, 16, "cp_async_cg", site);
+    const size_t offset = shared_access(to_shared, 16, "cp_async_cg", site);
     require_aligned(from_global, 16, "cp_async_cg", site);
+    worker.races().access(WRITE, offset, 16, site);
     memset(to_shared, POISON, 16);
     if (valid) *static_cast<const volatile char*>(from_global);
     const bool first_of_group =
@@ -26,6 +27,7 @@ void land_copies(int pending) {
     for (; landed < self.copies.size(); ++landed) {
         const AsyncCopy& copy = self.copies[landed];
         if (copy.group + pending >= self.num_copy_groups) break;
+        track(WRITE, copy.to, 16, copy.site);
         if (copy.from) {
             memcpy(copy.to, copy.from, 16);
         } else {

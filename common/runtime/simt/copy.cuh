@@ -16,14 +16,11 @@ void land_copies(int pending);
 }  // namespace simt
 
 inline uint4 load_uint4(const Element* p, simt::Site site = simt::Site::here()) {
-    simt::vector_access(p, 16, "load_uint4", site);
-    return *reinterpret_cast<const uint4*>(p);
+    return simt::vector_load<uint4>(p, "load_uint4", site);
 }
 
 inline void store_uint4(Element* p, uint4 x, simt::Site site = simt::Site::here()) {
-    simt::vector_access(p, 16, "store_uint4", site);
-    simt::note_write(p, 16);
-    *reinterpret_cast<uint4*>(p) = x;
+    simt::vector_store(p, x, "store_uint4", site);
 }
 
 inline void cp_async_cg(Element* to_shared, const Element* from_global, bool valid,

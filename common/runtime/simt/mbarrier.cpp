@@ -25,6 +25,7 @@ void end_phase(MbarrierState& state, const char* operation, Site site) {
         report.add(" over by %lld bytes", static_cast<long long>(-state.bytes)).fail();
     }
     ++state.phase;
+    state.handover.complete_phase();
     state.pending = state.count;
     Worker& worker = *Worker::current();
     for (int i = 0; i < worker.block().num_threads; ++i) {
@@ -37,6 +38,7 @@ void end_phase(MbarrierState& state, const char* operation, Site site) {
 // The running thread's arrival, which announces `bytes`.
 void arrive(const Mbarrier& barrier, int bytes, const char* operation, Site site) {
     MbarrierState& state = find_mbarrier(barrier, operation, site);
+    track(READ, &barrier, sizeof(barrier), site);
     if (state.pending == 0) {
         Report report = operation_fault("too many arrivals", {operation, site});
         report.add(" is arrival %d in a phase of %d of ", state.count + 1, state.count);
@@ -48,11 +50,13 @@ void arrive(const Mbarrier& barrier, int bytes, const char* operation, Site site
             .add(" can announce 0 to %d bytes, not %d", MAX_COUNT, bytes)
             .fail();
     }
+    Worker& worker = *Worker::current();
+    worker.races().release(worker.running_thread(), state.handover);
     --state.pending;
     state.bytes += bytes;
     const uint64_t key = mix(mix(site.line, state.offset), state.phase);
     end_phase(state, operation, site);
-    Worker::current()->may_fall_behind(key);
+    worker.may_fall_behind(key);
 }
 
 }  // namespace
@@ -107,6 +111,7 @@ void mbarrier_init(Mbarrier& barrier, int count, simt::Site site) {
         known->second.describe(report);
         report.fail();
     }
+    simt::track(simt::WRITE, &barrier, sizeof(barrier), site);
     barrier = simt::INITIALIZED;
 }
 
@@ -129,6 +134,7 @@ bool mbarrier_try_wait_parity(Mbarrier& barrier, int parity, simt::Site site) {
     simt::Worker& worker = *simt::Worker::current();
     const simt::MbarrierState& state =
         simt::find_mbarrier(barrier, "mbarrier_try_wait_parity", site);
+    simt::track(simt::READ, &barrier, sizeof(barrier), site);
     if (parity != 0 && parity != 1) {
         simt::operation_fault("wrong parity", {"mbarrier_try_wait_parity", site})
             .add(" takes a parity of 0 or 1, not %d", parity)
@@ -158,5 +164,7 @@ bool mbarrier_try_wait_parity(Mbarrier& barrier, int parity, simt::Site site) {
     if (worker.once_in_for_warp(8, simt::mix(key, 0)) &&
         simt::lane_id() == int(simt::mix(key) % simt::WARP_SIZE))
         worker.straggle();
-    return !state.in_phase_of(parity);
+    if (state.in_phase_of(parity)) return false;
+    worker.races().acquire(worker.running_thread(), state.handover);
+    return true;
 }

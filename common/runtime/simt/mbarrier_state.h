@@ -2,6 +2,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "races.h"
 #include "report.h"
 #include "site.h"
 
@@ -16,6 +17,7 @@ struct MbarrierState {
     int pending;        // of them still missing
     int64_t bytes = 0;  // announced minus landed
     uint32_t phase = 0;
+    Handover handover = {};
 
     bool in_phase_of(int parity) const { return phase % 2 == uint32_t(parity); }
 

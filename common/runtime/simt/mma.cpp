@@ -12,6 +12,15 @@ void warp_instruction(const char* name, Site site, Payload& payload, Complete co
     collective(warp_for(operation), operation, payload, complete);
 }
 
+// A warp accesses a row of 16 bytes for each lane: which lanes do is not documented.
+template <typename Payload>
+void track_rows(Access access, Payloads<Payload> lanes, Site site) {
+    Races& races = Worker::current()->races();
+    races.begin_warp_access();
+    for (int lane = 0; lane < WARP_SIZE; ++lane)
+        races.access_by_warp(access, lanes[lane].offset, 16, access, site);
+}
+
 template <typename T>
 float lower(uint32_t packed) {
     return to_float(T{static_cast<uint16_t>(packed)});
@@ -27,10 +36,11 @@ float upper(uint32_t packed) {
 // a __syncwarp() is missing, it sees what other lanes write after their ldmatrix.
 void ldmatrix(uint32_t (&r)[4], const void* row, bool transposed, const char* name, Site site) {
     struct Payload {
+        size_t offset;  // of the row in shared memory
         const uint16_t* row;
         const uint16_t *lower[4], *upper[4];  // where the lane's elements are
     } payload;
-    shared_access(row, 16, name, site);
+    payload.offset = shared_access(row, 16, name, site);
     payload.row = static_cast<const uint16_t*>(row);
     warp_instruction(name, site, payload, [&](Payloads<Payload> lanes) {
         for (int lane = 0; lane < WARP_SIZE; ++lane) {
@@ -42,6 +52,7 @@ void ldmatrix(uint32_t (&r)[4], const void* row, bool transposed, const char* na
                 lanes[lane].upper[m] = element(lane / 4, 2 * (lane % 4) + 1);
             }
         }
+        track_rows(READ, lanes, site);
     });
     for (int m = 0; m < 4; ++m) r[m] = *payload.lower[m] | uint32_t{*payload.upper[m]} << 16;
 }
@@ -50,14 +61,15 @@ void ldmatrix(uint32_t (&r)[4], const void* row, bool transposed, const char* na
 // next.
 void stmatrix(void* row, const uint32_t (&r)[4], const char* name, Site site) {
     struct Payload {
+        size_t offset;  // of the lane's row in shared memory
         const uint32_t* r;
-        uint32_t row[4];  // of the lane's row, two elements each
-    } payload{r, {}};
-    shared_access(row, 16, name, site);
-    warp_instruction(name, site, payload, [](Payloads<Payload> lanes) {
+        uint32_t row[4];  // its elements, in twos
+    } payload{shared_access(row, 16, name, site), r, {}};
+    warp_instruction(name, site, payload, [&](Payloads<Payload> lanes) {
         for (int lane = 0; lane < WARP_SIZE; ++lane) {
             for (int i = 0; i < 4; ++i) lanes[lane].row[i] = lanes[lane % 8 * 4 + i].r[lane / 8];
         }
+        track_rows(WRITE, lanes, site);
     });
     note_write(row, 16);
     memcpy(row, payload.row, 16);

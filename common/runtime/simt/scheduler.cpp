@@ -10,6 +10,7 @@ Worker::Worker(const Launch& launch)
     : launch(launch),
       smem("shared memory", {{0, int64_t(launch.smem_bytes)}}, 16, 0, launch.smem_flush),
       smem_async_view(smem),
+      smem_races(smem, launch.num_threads, running),
       threads(launch.num_threads),
       block_group{0, launch.num_threads},
       register_pool(launch.num_threads),
@@ -41,6 +42,7 @@ void Worker::run_block(uint32_t block) {
     one_warp_first = random.below(2);
     smem.poison();
     smem_async_view.begin_block();
+    smem_races.begin_block();
     all_mbarriers.clear();
     for (WgmmaState& wgmma : wgmma_states) wgmma.begin_block();
     for (NamedBarrier& barrier : named_barriers) barrier = {};

@@ -12,6 +12,7 @@
 #include "cuda.h"
 #include "mbarrier_state.h"
 #include "memory.h"
+#include "races.h"
 #include "random.h"
 #include "report.h"
 #include "thread.h"
@@ -94,6 +95,7 @@ class Worker {
     const Buffer& shared_memory() const { return smem; }
     AsyncView& async_view() { return smem_async_view; }
     const AsyncView& async_view() const { return smem_async_view; }
+    Races& races() { return smem_races; }
     // The block's initialized mbarriers, by their offset in shared memory.
     std::map<size_t, MbarrierState>& mbarriers() { return all_mbarriers; }
     // Of the running thread's warp.
@@ -146,6 +148,7 @@ class Worker {
     const Launch& launch;
     Buffer smem;
     AsyncView smem_async_view;
+    Races smem_races;
     std::map<size_t, MbarrierState> all_mbarriers;
     std::vector<BulkCopy> loads;  // in flight
     BankCounter bank_counter;

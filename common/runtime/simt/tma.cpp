@@ -93,6 +93,7 @@ TensorBox tensor_box(const TensorMap& tensor_map, const int (&first)[4], const v
 // Reads the box from shared memory, as a store does.
 std::vector<std::byte> read_box(const TensorBox& box, Site site) {
     std::vector<std::byte> elements(box_bytes(box));
+    track(READ, box.in_shared, elements.size(), site);
     read_async(box.in_shared, elements.size(), elements.data(), STORE, site);
     return elements;
 }
@@ -136,6 +137,7 @@ void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mb
     Worker& worker = *Worker::current();
     const TensorBox box = tensor_box(map, first, to_shared, false, operation);
     const MbarrierState& state = find_mbarrier(barrier, LOAD, site);
+    track(READ, &barrier, sizeof(barrier), site);
     if (!state.fenced) {
         Report report = operation_fault("missing fence_mbarrier_init", operation);
         report.add(" needs one of thread %d after it has initialized ", state.initializer);
@@ -143,6 +145,7 @@ void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mb
         report.fail();
     }
     const std::byte* smem = worker.shared_memory().data;
+    worker.races().start_copy(box.in_shared - smem, box_bytes(box), site);
     memset(box.in_shared, POISON, box_bytes(box));
     worker.async_view().update(box.in_shared - smem, box_bytes(box));
     worker.start_load({LOAD, site, 0, int(state.offset), box, land_load});

@@ -55,26 +55,27 @@ const void* base_of(uintptr_t code) {
     return dladdr(reinterpret_cast<const void*>(code), &object) ? object.dli_fbase : nullptr;
 }
 
-// Adds " <code 0x12 0x34>": where the running thread was interrupted and the calls that led there,
-// innermost first, as offsets in the program. common/runtime/cpu.py replaces it by a line of the
-// step. All is compiled with frame pointers: each points to the caller's, which lies below the
+// Adds code of this program as its offset there.
+void add_code(Report& report, uintptr_t code) {
+    const auto program = reinterpret_cast<uintptr_t>(base_of(uintptr_t(&add_code)));
+    if (uintptr_t(base_of(code)) == program) report.add(" 0x%zx", size_t(code - program));
+}
+
+// Adds where the running thread was interrupted and the calls that led there, as describe_calls()
+// does. All is compiled with frame pointers: each points to the caller's, which lies below the
 // return address.
 void describe_code(Report& report, const Worker& worker, const void* context) {
     constexpr int MAX_CALLS = 16;
-    const auto program = reinterpret_cast<uintptr_t>(base_of(uintptr_t(&describe_code)));
-    const auto add = [&](uintptr_t code) {
-        if (uintptr_t(base_of(code)) == program) report.add(" 0x%zx", size_t(code - program));
-    };
     auto [pc, frame, stack, link] = code_registers(context);
     report.add(" <code");
-    add(pc);
-    if (uintptr_t(base_of(pc)) != program) {  // e.g. in memcpy
+    add_code(report, pc);
+    if (base_of(pc) != base_of(uintptr_t(&describe_code))) {  // e.g. in memcpy
         if (!link && worker.on_stack(stack)) link = *reinterpret_cast<const uintptr_t*>(stack);
-        add(link - 1);
+        add_code(report, link - 1);
     }
     for (int i = 0; i < MAX_CALLS && worker.on_stack(frame); ++i) {
         const auto* saved = reinterpret_cast<const uintptr_t*>(frame);
-        add(saved[1] - 1);  // in the call, not after it
+        add_code(report, saved[1] - 1);  // in the call, not after it
         if (saved[0] <= frame) break;
         frame = saved[0];
     }
@@ -170,6 +171,12 @@ void describe_address(Report& report, const std::byte* address) {
     } else {
         report.add("at address %p, in or near no buffer", static_cast<const void*>(address));
     }
+}
+
+void describe_calls(Report& report, std::initializer_list<uintptr_t> return_addresses) {
+    report.add(" <code");
+    for (uintptr_t address : return_addresses) add_code(report, address - 1);  // in the call
+    report.add(">");
 }
 
 void install_traps(int limit_s) {

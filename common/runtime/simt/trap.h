@@ -3,6 +3,7 @@
 #pragma once
 #include <signal.h>
 
+#include <initializer_list>
 #include <vector>
 
 #include "memory.h"
@@ -14,6 +15,10 @@ inline std::vector<Buffer> global_buffers;
 
 // Adds which buffer, or whose guard pages, an address lies in.
 void describe_address(Report& report, const std::byte* address);
+
+// Adds " <code 0x12 0x34>": calls that lead to some place, innermost first, as offsets in the
+// program. common/runtime/cpu.py replaces them by a line of the step.
+void describe_calls(Report& report, std::initializer_list<uintptr_t> return_addresses);
 
 // Call once, before the process creates OS threads. The time limit counts from here; its signal,
 // which also prints the progress of long launches, goes to an OS thread that runs a kernel, since

@@ -57,7 +57,10 @@ uint64_t exchange(const char* name, uint32_t mask, uint64_t bits, int source, Si
 
 void __syncwarp(uint32_t mask, simt::Site site) {
     const simt::Operation operation = {"__syncwarp", site, mask};
-    simt::collective(simt::warp_for(operation), operation);
+    simt::Group& warp = simt::warp_for(operation);
+    simt::collective(warp, operation, [&] {
+        simt::Worker::current()->races().order_lanes(warp.first_thread, mask);
+    });
 }
 
 uint32_t __ballot_sync(uint32_t mask, int predicate, simt::Site site) {

@@ -1,8 +1,8 @@
 // What the lanes of a warp do together: __syncwarp, shuffles and votes. Stricter than the hardware,
 // to reject programs that merely happen to work: every lane in the mask must exist, must not have
-// exited, and must reach the same source line with the same mask.
-// In one respect it is laxer: what a lane has written is visible at once, so that a shuffle or a vote
-// orders memory accesses here as __syncwarp does. CUDA does not promise that.
+// exited, and must reach the same source line with the same mask. What a lane has written is visible
+// at once, also after a shuffle or a vote; as CUDA promises that only after a __syncwarp, races.h
+// reports who relies on it.
 #pragma once
 #include <stdint.h>
 #include <string.h>

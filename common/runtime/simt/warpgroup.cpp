@@ -81,11 +81,14 @@ Arrival arrive(const char* name, int id, int num_threads, Site site) {
         for (int lane = 0; lane < WARP_SIZE; ++lane) lanes[lane].round = barrier.round;
         barrier.expected = num_threads;
         barrier.arrived += WARP_SIZE;
+        for (int lane = 0; lane < WARP_SIZE; ++lane)
+            worker.races().release(warp.first_thread + lane, barrier.handover);
         if (barrier.arrived < num_threads) return;
         for (int thread : barrier.waiting) worker.make_runnable(thread);
         barrier.waiting.clear();
         barrier.arrived = 0;
         ++barrier.round;
+        barrier.handover.complete_phase();
     });
     return arrival;
 }
@@ -127,10 +130,12 @@ void bar_sync(int id, int num_threads, simt::Site site) {
     const simt::Arrival arrival = simt::arrive("bar_sync", id, num_threads, site);
     simt::Worker& worker = *simt::Worker::current();
     simt::NamedBarrier& barrier = worker.named_barrier(id);
-    if (barrier.round != arrival.round) return;
-    barrier.waiting.push_back(worker.running_thread());
-    worker.start_waiting({"bar_sync", site}, nullptr);
-    worker.yield();
+    if (barrier.round == arrival.round) {
+        barrier.waiting.push_back(worker.running_thread());
+        worker.start_waiting({"bar_sync", site}, nullptr);
+        worker.yield();
+    }
+    worker.races().acquire(worker.running_thread(), barrier.handover);
 }
 
 void bar_arrive(int id, int num_threads, simt::Site site) {

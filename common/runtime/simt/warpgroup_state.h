@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "races.h"
 #include "report.h"
 
 namespace simt {
@@ -17,6 +18,7 @@ struct NamedBarrier {
     int expected = 0, arrived = 0;  // threads, in this round
     uint32_t round = 0;
     std::vector<int> waiting = {};  // for the end of this round
+    Handover handover = {};
 
     void describe(Report& report, int id) const {
         report.add("\n  barrier %d: %d of %d threads have come", id, arrived, expected);

@@ -52,6 +52,7 @@ template <typename T>
 std::vector<float> read_operand(const WgmmaOperand& operand, int size, int first, Site site) {
     std::vector<float> matrix(WGMMA_K * size);
     const Buffer& smem = Worker::current()->shared_memory();
+    Races& races = Worker::current()->races();
     const bool k_major = operand.major == K_MAJOR;
     const int row = operand.row(), row_chunks = row / CHUNK_BYTES;
     // Without a swizzle, stride and leading bytes swap roles in MN_MAJOR.
@@ -73,6 +74,7 @@ std::vector<float> read_operand(const WgmmaOperand& operand, int size, int first
                     .fail();
             }
             T elements[CHUNK];
+            races.read_by_warp(offset, CHUNK_BYTES, site);
             read_async(smem.data + offset, CHUNK_BYTES, elements, WGMMA, site);
             for (int e = 0; e < CHUNK; ++e) {
                 const int k = k_major ? CHUNK * j + e : i, column = k_major ? i : CHUNK * j + e;
@@ -249,7 +251,7 @@ void WgmmaShare::describe(Report& report) const {
 
 void fence_wgmma(Site site) {
     const Operation operation = {"wgmma_fence", site, ALL_LANES};
-    collective(warp_for(operation), operation);
+    collective(warp_for(operation), operation, [] {});
     Worker::current()->wgmma().fenced = true;
 }
 
@@ -274,9 +276,7 @@ template void start_wgmma<fp16>(WgmmaShare, Major, Major, Site);
 
 void land_wgmma(int pending, Site site) {
     const Operation operation = {WAIT, site, ALL_LANES};
-    struct {
-    } nothing;
-    collective(warp_for(operation), operation, nothing, [&](auto) {
+    collective(warp_for(operation), operation, [&] {
         WgmmaState& wgmma = Worker::current()->wgmma();
         size_t landed = 0;
         for (; landed < wgmma.products.size(); ++landed) {
@@ -308,9 +308,7 @@ void require_landed(const void* registers, size_t bytes, Site site) {
 
 void wgmma_commit_group(simt::Site site) {
     const simt::Operation operation = {"wgmma_commit_group", site, simt::ALL_LANES};
-    struct {
-    } nothing;
-    simt::collective(simt::warp_for(operation), operation, nothing, [](auto) {
+    simt::collective(simt::warp_for(operation), operation, [] {
         simt::WgmmaState& wgmma = simt::Worker::current()->wgmma();
         ++wgmma.num_groups;
         wgmma.fenced = false;

@@ -11,6 +11,21 @@ void gather(float (&matrix)[MATRIX_ELEMENTS], const MatrixShare& share) {
     for (int i = 0; i < share.size; ++i) matrix[share.elements[i]] = share.x[i];
 }
 
+// The warp's access if the matrix is in shared memory. Accumulators, and only they, have 4 bytes an
+// element and may be stored where they were loaded from.
+void track_matrix(const MatrixInMemory& matrix, Access access, Site site) {
+    Worker& worker = *Worker::current();
+    const auto* address = static_cast<const std::byte*>(matrix.address);
+    if (!worker.shared_memory().contains(address)) return;
+    const size_t offset = address - worker.shared_memory().data;
+    const uint64_t hash = mix(mix(offset, matrix.ldm), matrix.layout);
+    const uint16_t mapping = hash << 1 | (matrix.element_bytes == sizeof(float));
+    worker.races().begin_warp_access();
+    for (int row = 0; row < MATRIX_SIDE; ++row)
+        worker.races().access_by_warp(access, offset + row * matrix.ldm * matrix.element_bytes,
+                                      MATRIX_SIDE * matrix.element_bytes, mapping, site);
+}
+
 }  // namespace
 
 void MatrixInMemory::describe(Report& report) const {
@@ -31,7 +46,7 @@ void begin_access(const MatrixInMemory& matrix, const char* name, Site site) {
     Worker::current()->self().operation = operation;
 }
 
-void meet_at(MatrixInMemory matrix, const char* name, Site site) {
+void meet_at(MatrixInMemory matrix, Access access, const char* name, Site site) {
     const Operation operation = {name, site, ALL_LANES};
     collective(warp_for(operation), operation, matrix, [&](Payloads<MatrixInMemory> lanes) {
         for (int lane = 1; lane < WARP_SIZE; ++lane) {
@@ -43,6 +58,7 @@ void meet_at(MatrixInMemory matrix, const char* name, Site site) {
             }
             report.fail();
         }
+        track_matrix(matrix, access, site);
     });
 }
 

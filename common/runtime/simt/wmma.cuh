@@ -3,6 +3,7 @@
 // fails. Alignment, and that all lanes pass the same arguments, are checked. Since it is not
 // documented which lane reads what, bank conflicts are not counted.
 #pragma once
+#include "access.h"
 #include "attention.cuh"
 #include "random.h"
 
@@ -42,7 +43,7 @@ class FragmentMap {
             elements[other] = slot % MATRIX_ELEMENTS;
         }
     }
-    const uint8_t* of_lane(int lane) const { return elements + lane * SIZE; }
+    SIMT_UNTRACKED const uint8_t* of_lane(int lane) const { return elements + lane * SIZE; }
 
   private:
     uint8_t elements[WARP_SIZE * SIZE];
@@ -73,7 +74,7 @@ struct MatrixInMemory {
     void describe(Report& report) const;
 
     // Distance of the element 16 row + col from the address, in elements.
-    size_t offset(int element) const {
+    SIMT_UNTRACKED size_t offset(int element) const {
         const size_t row = element / MATRIX_SIDE;
         const size_t col = element % MATRIX_SIDE;
         return layout == wmma::mem_row_major ? row * ldm + col : col * ldm + row;
@@ -84,27 +85,27 @@ struct MatrixInMemory {
 void begin_access(const MatrixInMemory& matrix, const char* name, Site site);
 
 // A collective of the warp; reports lanes that pass different matrices.
-void meet_at(MatrixInMemory matrix, const char* name, Site site);
+void meet_at(MatrixInMemory matrix, Access access, const char* name, Site site);
 
-// Calls access(i, offset in the matrix) for each x[i] of the running lane. A warp matrix
+// Calls move(i, offset in the matrix) for each x[i] of the running lane. A warp matrix
 // instruction does not order memory accesses: a lane makes half of its accesses before all lanes
 // have arrived, half after, when it runs next. So a missing __syncwarp() shows both before and
 // after the instruction.
-template <int SIZE, typename Access>
-void for_each_element(const FragmentMap<SIZE>& map, const MatrixInMemory& matrix, const char* name,
-                      Site site, Access access) {
+template <int SIZE, typename Move>
+SIMT_UNTRACKED void for_each_element(const FragmentMap<SIZE>& map, const MatrixInMemory& matrix,
+                                     Access access, const char* name, Site site, Move move) {
     begin_access(matrix, name, site);
     const uint8_t* elements = map.of_lane(lane_id());
-    for (int i = 0; i < SIZE; i += 2) access(i, matrix.offset(elements[i]));
-    meet_at(matrix, name, site);
-    for (int i = 1; i < SIZE; i += 2) access(i, matrix.offset(elements[i]));
+    for (int i = 0; i < SIZE; i += 2) move(i, matrix.offset(elements[i]));
+    meet_at(matrix, access, name, site);
+    for (int i = 1; i < SIZE; i += 2) move(i, matrix.offset(elements[i]));
 }
 
 template <typename T, int SIZE, int SEED>
 void load_fragment(Fragment<T, SIZE, SEED>& fragment, const T* p, unsigned ldm,
                    wmma::layout_t layout, Site site) {
-    for_each_element(fragment.map, {p, sizeof(T), ldm, layout}, "load_matrix_sync", site,
-                     [&](int i, size_t offset) { fragment.x[i] = p[offset]; });
+    for_each_element(fragment.map, {p, sizeof(T), ldm, layout}, READ, "load_matrix_sync", site,
+                     [&](int i, size_t offset) SIMT_UNTRACKED { fragment.x[i] = p[offset]; });
 }
 
 // A lane's share of a matrix: x[i] is the matrix's elements[i].
@@ -166,15 +167,16 @@ inline void load_matrix_sync(Accumulator& fragment, const float* p, unsigned ldm
 
 inline void store_matrix_sync(float* p, const Accumulator& fragment, unsigned ldm, layout_t layout,
                               simt::Site site = simt::Site::here()) {
-    simt::for_each_element(fragment.map, {p, sizeof(*p), ldm, layout}, "store_matrix_sync", site,
-                           [&](int i, size_t offset) { p[offset] = fragment.x[i]; });
+    simt::for_each_element(fragment.map, {p, sizeof(*p), ldm, layout}, simt::WRITE,
+                           "store_matrix_sync", site,
+                           [&](int i, size_t offset) SIMT_UNTRACKED { p[offset] = fragment.x[i]; });
 }
 
 // D = A B + C
 template <simt::MatrixElement T, Layout LA, Layout LB>
-void mma_sync(Accumulator& d, const fragment<matrix_a, 16, 16, 16, T, LA>& a,
-              const fragment<matrix_b, 16, 16, 16, T, LB>& b, const Accumulator& c,
-              simt::Site site = simt::Site::here()) {
+SIMT_UNTRACKED void mma_sync(Accumulator& d, const fragment<matrix_a, 16, 16, 16, T, LA>& a,
+                             const fragment<matrix_b, 16, 16, 16, T, LB>& b, const Accumulator& c,
+                             simt::Site site = simt::Site::here()) {
     simt::ProductShare product = {simt::share_of(a), simt::share_of(b), simt::share_of(c)};
     simt::multiply_add(product, site);
     for (int i = 0; i < d.num_elements; ++i) d.x[i] = product.sum.x[i];

@@ -1,0 +1,297 @@
+#include "races.h"
+
+#include "scheduler.h"
+#include "trap.h"
+
+namespace simt {
+namespace {
+
+constexpr Epoch LAST_EPOCH = 1 << 30;  // of a block's beginning
+
+// For maxima of clocks, in vector instructions whatever the flags.
+typedef Epoch EpochVector __attribute__((vector_size(16)));
+constexpr size_t VECTOR = sizeof(EpochVector) / sizeof(Epoch);
+
+void join(Epoch* to, const Epoch* from, size_t size) {
+    for (size_t i = 0; i < size; i += VECTOR) {
+        auto* mine = reinterpret_cast<EpochVector*>(to + i);
+        const auto theirs = *reinterpret_cast<const EpochVector*>(from + i);
+        *mine = *mine > theirs ? *mine : theirs;
+    }
+}
+
+// The shared memory of the running block; none outside of one.
+constinit thread_local uintptr_t tracked_begin = 0;
+constinit thread_local size_t tracked_bytes = 0;
+
+}  // namespace
+
+void Place::describe(Report& report) const {
+    const auto address = [](int32_t distance) {
+        return reinterpret_cast<uintptr_t>(&ORIGIN) + distance;
+    };
+    const int32_t upper = bits >> 32, lower = static_cast<int32_t>(bits) >> 1;
+    if (bits & 1) {
+        const Site site = {reinterpret_cast<const char*>(address(upper)), lower};
+        report.add(" (%s:%d)", site.file_name(), site.line);
+    } else {
+        describe_calls(report, {address(upper), address(lower)});
+    }
+}
+
+Races::Races(const Buffer& smem, int num_threads, const int& running_thread)
+    : num_threads(num_threads),
+      running_thread(running_thread),
+      smem_bytes(smem.bytes),
+      num_lines(smem.bytes / LINE_BYTES + 1),
+      stride(round_up(num_threads, VECTOR)),
+      clock_pages(num_threads * stride * sizeof(Epoch), 0),
+      line_pages(num_lines * sizeof(Line), 0),
+      granule_pages(num_lines * GRANULES * sizeof(Event), 0),
+      clocks(reinterpret_cast<Epoch*>(clock_pages.begin())),
+      lines(reinterpret_cast<Line*>(line_pages.begin())),
+      granules(reinterpret_cast<Event*>(granule_pages.begin())),
+      current(num_threads),
+      warp_known(num_threads / WARP_SIZE + 1) {
+    tracked_begin = reinterpret_cast<uintptr_t>(smem.data);
+    tracked_bytes = smem.bytes;
+}
+
+Races::~Races() { tracked_bytes = 0; }
+
+void Races::begin_block() {
+    if (latest > LAST_EPOCH) {
+        for (const GuardedPages* pages : {&clock_pages, &line_pages})
+            memset(pages->begin(), 0, pages->end() - pages->begin());
+        for (Epoch& known : warp_known) known = 0;
+        latest = 0;
+    }
+    order_block();
+}
+
+void Races::order_block() {
+    block_known = latest++;
+    for (Epoch& epoch : current) epoch = latest;
+}
+
+void Races::order_lanes(int first_thread, uint32_t mask) {
+    const int lanes = min(WARP_SIZE, num_threads - first_thread);
+    const auto for_each_lane = [&](auto function) {
+        for (int lane = 0; lane < lanes; ++lane)
+            if (mask >> lane & 1) function(first_thread + lane);
+    };
+    joined.assign(stride, 0);
+    for_each_lane([&](int thread) { join(joined.data(), clock_of(thread), stride); });
+    for_each_lane([&](int thread) { joined[thread] = current[thread]; });
+    if (mask == ALL_LANES >> (WARP_SIZE - lanes)) warp_known[first_thread / WARP_SIZE] = latest;
+    ++latest;
+    for_each_lane([&](int thread) {
+        memcpy(clock_of(thread), joined.data(), stride * sizeof(Epoch));
+        current[thread] = latest;
+    });
+}
+
+void Races::release(int thread, Handover& barrier) {
+    barrier.arrived.resize(stride);
+    join(barrier.arrived.data(), clock_of(thread), stride);
+    barrier.arrived[thread] = current[thread];
+    current[thread] = ++latest;
+}
+
+void Races::acquire(int thread, const Handover& barrier) {
+    join(clock_of(thread), barrier.completed.data(), barrier.completed.size());
+}
+
+// An access that ends outside of shared memory is reported when it traps.
+template <typename Function>
+inline void Races::for_each_piece(size_t offset, size_t bytes, Function function) {
+    for (const size_t end = min(offset + bytes, smem_bytes); offset < end;) {
+        const size_t line = offset / LINE_BYTES, begin = line * LINE_BYTES;
+        const size_t piece_end = min(begin + LINE_BYTES, end);
+        function(
+            Piece{line, static_cast<int>(offset - begin), static_cast<int>(piece_end - begin)});
+        offset = piece_end;
+    }
+}
+
+void Races::access(Access access, size_t offset, size_t bytes, Place place) {
+    const Event event = {current[running_thread], self(), place};
+    access == WRITE ? write(offset, bytes, event) : read(offset, bytes, event);
+}
+
+// One epoch for all lanes.
+void Races::begin_warp_access() {
+    ++latest;
+    for (int lane = 0; lane < WARP_SIZE; ++lane) current[own_warp(0).thread + lane] = latest;
+}
+
+void Races::access_by_warp(Access access, size_t offset, size_t bytes, uint16_t mapping,
+                           Site site) {
+    const Event event = {current[running_thread], own_warp(mapping), site};
+    access == WRITE ? write(offset, bytes, event) : read(offset, bytes, event);
+}
+
+void Races::read_by_warp(size_t offset, size_t bytes, Site site) {
+    const Event event = {current[running_thread], own_warp(0), site};
+    for_each_piece(offset, bytes, [&](Piece piece) { compare_with_writes(piece, READ, event); });
+}
+
+void Races::start_copy(size_t offset, size_t bytes, Site site) {
+    const Event event = {current[running_thread], self(), site};
+    for_each_piece(offset, bytes, [&](Piece piece) {
+        compare_with_writes(piece, WRITE, event);
+        compare_with_reads(piece, event);
+        if (!piece.is_whole()) return;  // a box has whole lines
+        Line& line = lines[piece.line];
+        line.written.epoch = line.read.epoch = 0;
+        line.is_split = false;
+    });
+}
+
+bool Races::ordered(const Event& earlier, Party party) const {
+    const Party other = earlier.party;
+    if (other == party) return true;
+    if (other.thread / WARP_SIZE == party.thread / WARP_SIZE &&
+        earlier.epoch <= warp_known[party.thread / WARP_SIZE])
+        return true;
+    for (int i = 0; i < (party.is_warp ? WARP_SIZE : 1); ++i) {
+        const Epoch* clock = clock_of(party.thread + i);
+        for (int j = 0; j < (other.is_warp ? WARP_SIZE : 1); ++j) {
+            if (other.thread + j != party.thread + i && clock[other.thread + j] < earlier.epoch)
+                return false;
+        }
+    }
+    return true;
+}
+
+inline void Races::compare_with_writes(Piece piece, Access access, Event event) const {
+    const Line& line = lines[piece.line];
+    if (line.written.epoch <= block_known) return;
+    const Event* compared = nullptr;
+    for (size_t i = piece.first / GRANULE_BYTES; i * GRANULE_BYTES < size_t(piece.end); ++i) {
+        const Event& write = line.is_split ? granules[piece.line * GRANULES + i] : line.written;
+        if (write.epoch <= block_known) continue;
+        if (compared && write.epoch == compared->epoch && write.party == compared->party) continue;
+        if (!ordered(write, event.party))
+            report(WRITE, write, piece.line * LINE_BYTES + i * GRANULE_BYTES, access, event);
+        compared = &write;
+    }
+}
+
+inline void Races::compare_with_reads(Piece piece, Event event) const {
+    const Line& line = lines[piece.line];
+    if (line.read.epoch > block_known && line.read_bytes & piece.bytes() &&
+        !ordered(line.read, event.party))
+        report(READ, line.read, piece.line * LINE_BYTES + piece.first, WRITE, event);
+}
+
+void Races::read(size_t offset, size_t bytes, Event event) {
+    for_each_piece(offset, bytes, [&](Piece piece) {
+        compare_with_writes(piece, READ, event);
+        Line& line = lines[piece.line];
+        const bool again = line.read.epoch == event.epoch && line.read.party == event.party;
+        line.read_bytes = piece.bytes() | (again ? line.read_bytes : 0);
+        line.read = event;
+    });
+}
+
+void Races::write(size_t offset, size_t bytes, Event event) {
+    for_each_piece(offset, bytes, [&](Piece piece) {
+        compare_with_writes(piece, WRITE, event);
+        compare_with_reads(piece, event);
+        Line& line = lines[piece.line];
+        if (piece.is_whole()) {
+            line.written = event;
+            line.is_split = false;
+        } else {
+            write_granules(piece, event);
+        }
+    });
+}
+
+void Races::write_granules(Piece piece, Event event) {
+    Line& line = lines[piece.line];
+    Event* of_line = granules + piece.line * GRANULES;
+    if (!line.is_split) {
+        for (size_t i = 0; i < GRANULES; ++i) of_line[i] = line.written;
+        line.is_split = true;
+    }
+    for (size_t i = (piece.first + GRANULE_BYTES - 1) / GRANULE_BYTES;
+         i < piece.end / GRANULE_BYTES; ++i)
+        of_line[i] = event;
+    line.written.epoch = max(line.written.epoch, event.epoch);
+}
+
+void Races::report(Access earlier_access, const Event& earlier, size_t byte, Access access,
+                   Event event) {
+    Report report = Worker::current()->fault("data race");
+    event.place.describe(report);
+    const int warp = earlier.party.thread / WARP_SIZE;
+    report.add(": %s byte %zu of shared memory, which ", access == WRITE ? "writes" : "reads", byte)
+        .add(earlier.party.is_warp ? "warp %d has " : "thread %d has ",
+             earlier.party.is_warp ? warp : earlier.party.thread)
+        .add(earlier_access == WRITE ? "written" : "read");
+    earlier.place.describe(report);
+    report
+        .add(", and nothing between the two orders memory, as %s does",
+             warp == event.party.thread / WARP_SIZE
+                 ? "__syncwarp() or __syncthreads()"
+                 : "__syncthreads(), a named barrier or an mbarrier")
+        .add("; shuffles, votes and matrix instructions do not")
+        .fail();
+}
+
+}  // namespace simt
+
+// What the compiler calls before the accesses of a step. The frame pointer points to the caller's,
+// which lies below the address that the caller returns to.
+namespace {
+
+inline __attribute__((always_inline)) void track_step(simt::Access access, const void* address,
+                                                      size_t bytes, const void* code,
+                                                      const void* frame) {
+    const size_t offset = reinterpret_cast<uintptr_t>(address) - simt::tracked_begin;
+    if (__builtin_expect(offset >= simt::tracked_bytes, 1)) return;
+    const void* const* caller_frame = *static_cast<const void* const* const*>(frame);
+    simt::Worker::current()->races().access(access, offset, bytes, {code, caller_frame[1]});
+}
+
+}  // namespace
+
+#define SIMT_TRACK(access, address, bytes)                                \
+    track_step(simt::access, address, bytes, __builtin_return_address(0), \
+               __builtin_frame_address(0))
+#define SIMT_TSAN(bytes)                                                                         \
+    void __tsan_read##bytes(const void* address) { SIMT_TRACK(READ, address, bytes); }           \
+    void __tsan_write##bytes(void* address) { SIMT_TRACK(WRITE, address, bytes); }               \
+    void __tsan_unaligned_read##bytes(const void* address) { SIMT_TRACK(READ, address, bytes); } \
+    void __tsan_unaligned_write##bytes(void* address) { SIMT_TRACK(WRITE, address, bytes); }
+
+extern "C" {
+SIMT_TSAN(1)
+SIMT_TSAN(2)
+SIMT_TSAN(4)
+SIMT_TSAN(8)
+SIMT_TSAN(16)
+
+void __tsan_read_range(const void* address, size_t bytes) { SIMT_TRACK(READ, address, bytes); }
+void __tsan_write_range(void* address, size_t bytes) { SIMT_TRACK(WRITE, address, bytes); }
+
+// Of clang++, which calls them instead of C's.
+void* __tsan_memcpy(void* to, const void* from, size_t bytes) {
+    SIMT_TRACK(READ, from, bytes);
+    SIMT_TRACK(WRITE, to, bytes);
+    return memcpy(to, from, bytes);
+}
+void* __tsan_memmove(void* to, const void* from, size_t bytes) {
+    SIMT_TRACK(READ, from, bytes);
+    SIMT_TRACK(WRITE, to, bytes);
+    return memmove(to, from, bytes);
+}
+void* __tsan_memset(void* to, int byte, size_t bytes) {
+    SIMT_TRACK(WRITE, to, bytes);
+    return memset(to, byte, bytes);
+}
+
+void __tsan_init() {}
+}

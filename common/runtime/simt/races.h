@@ -1,0 +1,186 @@
+// Finds data races in shared memory: two threads access the same bytes, one of them writes, and
+// nothing orders the two. In which order they happened to run does not matter: a missing barrier
+// shows although a vote, or the scheduler, took its place.
+//
+// Each thread has a vector clock: of every other thread, the latest epoch whose accesses come before
+// its own next one (Flanagan and Freund, FastTrack, PLDI 2009). Barriers pass on what a thread knows:
+// __syncthreads, __syncwarp, named barriers and mbarriers. Shuffles, votes, matrix instructions and
+// setmaxnreg do not, since CUDA does not promise that they order memory.
+//
+// A step is compiled with -fsanitize=thread, which has the compiler call a function before each
+// access; races.cpp defines those functions. What the runtime accesses in a step's place goes through
+// track() of access.h.
+//
+// Not seen are races
+// - with an earlier one of several readers: known are the last writer of each two bytes and the last
+//   reader of each 16;
+// - with a write of a single byte, which is compared with those but not remembered;
+// - of TMA loads and wgmma with what follows them: the destination of a load is poison until it has
+//   landed, and what wgmma reads must not change until the product has landed;
+// - of memcpy and memset where g++ calls them: clang++ calls functions of races.cpp instead;
+// - of a step's own accesses in a build with AddressSanitizer, which excludes ThreadSanitizer.
+#pragma once
+#include <stdint.h>
+
+#include <vector>
+
+#include "access.h"
+#include "memory.h"
+#include "site.h"
+#include "warp.h"
+
+namespace simt {
+
+class Report;
+
+// A thread begins a new one each time it passes on what it knows. All threads of a worker draw them
+// from one counter, which goes on from block to block: a barrier of the whole block then needs no
+// clocks, since what has an older epoch came before.
+using Epoch = int32_t;
+
+// Of each thread of the block, the latest epoch that came before. May be empty: none did.
+using Clock = std::vector<Epoch>;
+
+// What a barrier passes on.
+struct Handover {
+    Clock arrived = {};    // known to the threads that have arrived
+    Clock completed = {};  // and to those that had when the latest phase completed
+
+    void complete_phase() { completed = arrived; }
+};
+
+// Where in the program an access is: a site, or two return addresses, the second that of the caller
+// since wrappers are not always inlined. In 8 bytes: addresses become distances within the program.
+class Place {
+  public:
+    Place(Site site) : bits(pack(distance(site.file), site.line) | 1) {}
+    Place(const void* code, const void* caller) : bits(pack(distance(code), distance(caller))) {}
+
+    void describe(Report& report) const;
+
+  private:
+    static constexpr char ORIGIN = 0;  // some point of the program
+    static int32_t distance(const void* address) {
+        return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(&ORIGIN);
+    }
+    static uint64_t pack(uint32_t upper, uint32_t lower) {
+        return uint64_t{upper} << 32 | lower << 1;
+    }
+
+    uint64_t bits;  // 32, 31 and 1: whether it is a site
+};
+
+class Races {
+  public:
+    // running_thread is that of the block at any time.
+    Races(const Buffer& smem, int num_threads, const int& running_thread);
+    ~Races();
+    Races(const Races&) = delete;
+    Races& operator=(const Races&) = delete;
+
+    void begin_block();
+
+    // All accesses so far come before all later ones.
+    void order_block();
+
+    // Orders the lanes in the mask, of the warp whose first thread is given.
+    void order_lanes(int first_thread, uint32_t mask);
+
+    // A thread's arrival at a barrier, and the end of its wait for one.
+    void release(int thread, Handover& barrier);
+    void acquire(int thread, const Handover& barrier);
+
+    // The running thread accesses bytes of shared memory.
+    void access(Access access, size_t offset, size_t bytes, Place place);
+
+    // Its warp does, in an instruction that begins with begin_warp_access(), and no kernel can know
+    // which lane accesses what; but in all accesses with the same mapping each byte is the same
+    // lane's.
+    void begin_warp_access();
+    void access_by_warp(Access access, size_t offset, size_t bytes, uint16_t mapping, Site site);
+
+    // Its warp reads bytes that the runtime does not let anyone overwrite too early.
+    void read_by_warp(size_t offset, size_t bytes, Site site);
+
+    // It starts a copy to these bytes, which are poison until the copy has landed.
+    void start_copy(size_t offset, size_t bytes, Site site);
+
+  private:
+    static constexpr size_t LINE_BYTES = 16;
+    static constexpr size_t GRANULE_BYTES = 2;  // elements of 16 bits may be different threads'
+    static constexpr size_t GRANULES = LINE_BYTES / GRANULE_BYTES;
+
+    // A thread, or the warp that begins with it.
+    struct Party {
+        uint16_t thread : 15, is_warp : 1;
+        uint16_t mapping;  // of a warp's access
+
+        bool operator==(const Party&) const = default;
+    };
+
+    // An access, or those of a party in one epoch.
+    struct Event {
+        Epoch epoch;  // 0: none
+        Party party;
+        Place place;
+    };
+
+    // The latest accesses to the bytes of a line. Where its granules have been written by different
+    // ones, `written` has the latest epoch only.
+    struct Line {
+        Event written, read;
+        uint16_t read_bytes;  // bit i: that read was one of byte i
+        bool is_split;
+    };
+
+    // Part of an access: bytes of one line, of which the first is number `first`.
+    struct Piece {
+        size_t line;
+        int first, end;
+
+        uint16_t bytes() const { return ((1u << (end - first)) - 1) << first; }
+        bool is_whole() const { return end - first == LINE_BYTES; }
+    };
+    template <typename Function>
+    void for_each_piece(size_t offset, size_t bytes, Function function);
+
+    // Of the thread; its own epoch there is not kept up to date.
+    Epoch* clock_of(int thread) const { return clocks + thread * stride; }
+
+    Party self() const { return {static_cast<uint16_t>(running_thread), false, 0}; }
+    Party own_warp(uint16_t mapping) const {
+        return {static_cast<uint16_t>(running_thread / WARP_SIZE * WARP_SIZE), true, mapping};
+    }
+
+    // Whether it comes before all that the party does next.
+    bool ordered(const Event& earlier, Party party) const;
+
+    // Report where an earlier access does not come before this one.
+    void compare_with_writes(Piece piece, Access access, Event event) const;
+    void compare_with_reads(Piece piece, Event event) const;
+
+    // Compare, then remember the access.
+    void read(size_t offset, size_t bytes, Event event);
+    void write(size_t offset, size_t bytes, Event event);
+    void write_granules(Piece piece, Event event);
+
+    [[noreturn]] static void report(Access earlier_access, const Event& earlier, size_t byte,
+                                    Access access, Event event);
+
+    const int num_threads;
+    const int& running_thread;
+    const size_t smem_bytes;
+    const size_t num_lines;
+    const size_t stride;  // of clocks, in whole vectors
+    GuardedPages clock_pages, line_pages, granule_pages;
+    Epoch* const clocks;
+    Line* const lines;
+    Event* const granules;          // writes to those of lines that are split
+    Clock joined;                   // for order_lanes()
+    std::vector<Epoch> current;     // of each thread
+    std::vector<Epoch> warp_known;  // what a warp's lanes did up to then comes before all they do
+    Epoch block_known = 0;          // likewise of the block
+    Epoch latest = 0;               // the counter
+};
+
+}  // namespace simt
