@@ -15,6 +15,7 @@ LAYOUT = """
     alignas(16) Element dense[32][64];
     Element padded[32][72];
     float floats[32][32];
+    float rows[16][32], halves[16][32], columns[64][32];
 """
 
 # What a warp executes; phases and wavefronts.
@@ -48,7 +49,7 @@ PATTERNS = [
     # 8 bytes a lane: 16 lanes a phase.
     ("store_float4(smem.dense[t / 16] + 4 * (t % 16), {})", 2, 2),
     ("store_float4(smem.dense[t], {})", 2, 32),
-    ("store_float4(smem.dense[t / 2], {})", 2, 16),
+    ("store_float4(smem.dense[t / 2] + 4 * (t % 2), {})", 2, 16),
     # Lanes that stay away.
     ("if (t < 8) load_float4(smem.floats[t])", 1, 8),
     ("if (t == 31) load_float4(smem.floats[t])", 1, 1),
@@ -61,8 +62,9 @@ SEVERAL = """
     const auto load = [&](int row) { load_float4(smem.floats[row]); };
     for (int i = 0; i < 3; ++i) load(t % 32);
     if (t >= 32) load(0);
-    store_float4(smem.floats[0], {}); store_float4(smem.floats[t % 2], {});
-    store_float4(smem.floats[t % 32], {});
+    const auto row = smem.rows[t / 8] + 4 * (t % 8), half = smem.halves[t / 4] + 4 * (t % 4);
+    store_float4(row, {}); store_float4(half, {});
+    store_float4(smem.columns[t], {});
 """
 
 

@@ -62,7 +62,7 @@ SETUP = """
     uint32_t frag[4];
     for (uint32_t& x : frag) x = cvt_rn_x2<T>(1, 1);
     const auto fill = [&](T (&tile)[64][64], float x) {
-        for (int i = t; i < 64 * 64; i += 128) tile[i / 64][i % 64] = from_float<T>(x);
+        for (int i = t; t < 128 && i < 64 * 64; i += 128) tile[i / 64][i % 64] = from_float<T>(x);
     };
     fill(smem.a, 1);
     fill(smem.b, 1);
@@ -147,7 +147,7 @@ def test_products_land_in_the_wait_for_their_group(landing_step, scenario):
             assert (shown.isnan() if value is None else shown == value).all()
 
 
-OVERWRITTEN = "write to an operand of a wgmma in flight in kernel test_kernel"
+RACE = "data race in kernel test_kernel"
 
 
 def run_seeds(step: Step, count: int = 12) -> set[float | str]:
@@ -158,7 +158,7 @@ def run_seeds(step: Step, count: int = 12) -> set[float | str]:
             _, lse = run(step, CpuBackend(seed), Q, num_lse=128)
             found |= set(lse.tolist())
         except SimtError as error:
-            found.add(OVERWRITTEN if OVERWRITTEN in str(error) else str(error))
+            found.add(RACE if RACE in str(error) else str(error))
     return found
 
 
@@ -172,7 +172,8 @@ def run_seeds(step: Step, count: int = 12) -> set[float | str]:
     ids=["right", "no barrier before", "no barrier after"],
 )
 def test_operands_stay_until_the_product_has_landed(tmp_path, before, after, right):
-    """A missing barrier lets another warp write an operand between a warp's issue and its wait."""
+    """A missing barrier lets another warp write an operand before a warp's issue, or between that
+    and its wait."""
     body = (
         SETUP
         + f"""
@@ -194,8 +195,8 @@ def test_operands_stay_until_the_product_has_landed(tmp_path, before, after, rig
     )
     step = write_step(tmp_path, "barriers", body, threads=128, globals_=INCLUDE, layout=LAYOUT)
     found = run_seeds(step)
-    assert found == {32.0} if right else OVERWRITTEN in found
-    assert found <= {16.0, 32.0, 48.0, OVERWRITTEN}
+    assert found == {32.0} if right else RACE in found
+    assert found <= {16.0, 32.0, 48.0, RACE}
 
 
 # What 128 threads, or 160, execute.
@@ -323,6 +324,13 @@ FAULTS = [
         DO + OPERAND("describe(smem.b[16])") + END,
         r"operand outside shared memory .*, operand B at byte 10240 of shared memory, reaches to "
         r"byte \d+ of 17408",
+    ),
+    Fault(
+        "overwritten",
+        DO + "product(d); commit(); fill(smem.b, 2); fence_proxy_async(); __syncthreads();"
+        "wgmma_wait_group<0>(d);",
+        r"write to an operand of a wgmma in flight .*, operand B at byte 8192 of shared memory, "
+        "has changed before the wgmma has landed",
     ),
     Fault(
         "no_proxy_fence",
