@@ -336,8 +336,9 @@ def check_steps(
 
     backend_name is "auto" (the GPU where there is one that can run the step), "gpu" or "cpu";
     case_names None means all cases that the backend has time for; sanitize builds for the CPU with
-    AddressSanitizer and UndefinedBehaviorSanitizer; time_limit_s is that of a launch on the CPU.
-    Raises UsageError for an unknown case, a missing compiler or a missing backend.
+    AddressSanitizer and UndefinedBehaviorSanitizer, blind to data races; time_limit_s is that of a
+    launch on the CPU. Raises UsageError for an unknown case, a missing compiler or a missing
+    backend.
     """
     start = time.monotonic()
     cases = all_cases(seed) if case_names is None else find_cases(case_names, seed)
@@ -367,7 +368,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="default: auto")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and thread order")
     parser.add_argument("--cases", metavar="NAME[,NAME...]", help="default: all; or spaces between")
-    parser.add_argument("--sanitize", action="store_true", help="CPU build with ASan and UBSan")
+    parser.add_argument(
+        "--sanitize", action="store_true", help="CPU build with ASan and UBSan, blind to data races"
+    )
     parser.add_argument(
         "--time-limit", type=int, metavar="SECONDS", help="of a launch on the CPU; default: by size"
     )
