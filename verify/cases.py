@@ -10,12 +10,9 @@ multiprocessors and on 3 (check.py adds other numbers), so that a block computes
 from __future__ import annotations
 
 import math
-import mmap
 import random
-import sys
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -24,295 +21,38 @@ from common.errors import UsageError
 from common.operation import FORWARD, Operand, Operation
 from common.problem import HEADLINE, Problem, Shape, Specialization
 from common.runtime.backend import DTYPE_NAMES, DTYPES
+from verify.inputs import (
+    Inputs,
+    constant,
+    deep_logits,
+    end_of_fp16,
+    equal_logits_near_1000,
+    graded,
+    large_logits,
+    large_values,
+    negative_logits,
+    normal,
+    one_hot,
+    rising_logits,
+    sink,
+    staircase,
+    subnormal_values,
+    sudden_in_late_heads,
+    sudden_logits,
+)
+from verify.layouts import (
+    Layout,
+    contiguous,
+    expanded,
+    far,
+    misaligned_rows,
+    misaligned_start,
+    packed,
+    padded,
+    transposed,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-# A layout allocates a tensor [batch, heads, seq, head_dim] as a view of a larger one, filled with
-# NaN, and returns both: what is read outside the view shows as NaN, what is written there as a hole
-# in the NaN. far() says where it does not allocate the larger one.
-Layout = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
-def contiguous(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
-    storage = torch.full(tuple(shape), torch.nan, **options)
-    return storage, storage
-
-
-def transposed(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stored [batch, seq, heads, head_dim]."""
-    batch, heads, seq, head_dim = shape
-    storage, _ = contiguous((batch, seq, heads, head_dim), **options)
-    return storage, storage.transpose(1, 2)
-
-
-def packed(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """The middle one of three tensors stored [batch, seq, 3, heads, head_dim]."""
-    batch, heads, seq, head_dim = shape
-    storage, _ = contiguous((batch, seq, 3, heads, head_dim), **options)
-    return storage, storage[:, :, 1].transpose(1, 2)
-
-
-def padded(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gaps after each row, each head and each batch; rows stay 16-byte aligned."""
-    batch, heads, seq, head_dim = shape
-    storage, _ = contiguous((batch, heads + 1, seq + 2, head_dim + 8), **options)
-    return storage, storage[:, :heads, :seq, :head_dim]
-
-
-FAR = 2**32 + 2**24  # elements: 32 bits, with a sign or without, count only some way into the gap
-MAP_NORESERVE = 0x4000  # Linux's; not every Python's mmap has it
-
-
-def far(axis: int) -> Layout:
-    """The axis is the outermost, and its last index lies FAR elements after its first.
-
-    On a CPU the gaps take no memory: nobody touches them, since the SIMT runtime gets no gap of
-    that size and reports every access to it. So the view is all of the storage that can be written.
-    """
-
-    def layout(
-        shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        others = [1 if i == axis else n for i, n in enumerate(shape)]
-        strides = [math.prod(others[i + 1 :]) for i in range(len(others))]
-        strides[axis] = FAR // (shape[axis] - 1)
-        size = FAR + math.prod(others)
-        if torch.device(device).type == "cpu":
-            view = _sparse(size, dtype).as_strided(shape, strides)
-            return view.fill_(torch.nan), view
-        storage, _ = contiguous((size,), dtype=dtype, device=device)
-        return storage, storage.as_strided(shape, strides)
-
-    return layout
-
-
-def _sparse(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU that take memory only where they are written to, more than there is, too."""
-    if sys.platform != "linux":
-        return torch.empty(size, dtype=dtype)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    pages = mmap.mmap(-1, size * dtype.itemsize, flags=flags)
-    with suppress(OSError):  # of a kernel without huge pages
-        pages.madvise(mmap.MADV_NOHUGEPAGE)  # which would take 2 MiB a row
-    return torch.frombuffer(pages, dtype=dtype)
-
-
-def misaligned_rows(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows start at multiples of 4 elements only: 8 bytes with 16-bit elements."""
-    batch, heads, seq, head_dim = shape
-    storage, _ = contiguous((batch, heads, seq, head_dim + 4), **options)
-    return storage, storage[..., :head_dim]
-
-
-def misaligned_start(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous, but the first element lies 4 elements past the start of its storage."""
-    storage, _ = contiguous((math.prod(shape) + 4,), **options)
-    return storage, storage[4:].view(tuple(shape))
-
-
-def expanded(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """All heads are one: head stride 0. For k and v only."""
-    batch, heads, seq, head_dim = shape
-    storage, _ = contiguous((batch, 1, seq, head_dim), **options)
-    return storage, storage.expand(-1, heads, -1, -1)
-
-
-# An input kind returns the inputs of a case, here q, k, v, in float32; every value is exact in bf16
-# and fp16 where it says so.
-Inputs = tuple[torch.Tensor, ...]
-
-
-def normal(case: Case, rng: torch.Generator) -> Inputs:
-    return tuple(
-        torch.randn(shape, generator=rng) for shape in (case.shape.q, case.shape.kv, case.shape.kv)
-    )
-
-
-def _rank_one(case: Case, rng: torch.Generator, x: torch.Tensor, y: torch.Tensor) -> Inputs:
-    """q_i = x_i s and k_j = y_j s for one random s of +-1: logits of scale * head_dim * x_i * y_j.
-
-    x [batch, heads, seq_q] of powers of two and y [batch, kv_heads, seq_k] of integers up to 128
-    make every logit exact in bf16 and fp16 when the scale is a power of two, so that torch in the
-    input's dtype is a sharp yardstick even where neighbouring bf16 numbers are 64 apart.
-    """
-    signs = torch.randint(2, (case.shape.head_dim,), generator=rng) * 2.0 - 1
-    v = torch.randn(case.shape.kv, generator=rng)
-    return x[..., None] * signs, y[..., None] * signs, v
-
-
-def _powers_of_two(shape: Sequence[int], low: int, high: int, rng: torch.Generator) -> torch.Tensor:
-    """2^low ... 2^high."""
-    return torch.exp2(torch.randint(low, high + 1, tuple(shape), generator=rng).float())
-
-
-def _signs(shape: Sequence[int], rng: torch.Generator) -> torch.Tensor:
-    return torch.randint(2, tuple(shape), generator=rng) * 2.0 - 1
-
-
-def large_logits(case: Case, rng: torch.Generator) -> Inputs:
-    """Logits up to +-1024 sqrt(head_dim), where exp overflows, next to rows of moderate ones."""
-    x = _powers_of_two(case.shape.q[:3], -6, 3, rng) * _signs(case.shape.q[:3], rng)
-    return _rank_one(
-        case, rng, x, torch.randint(-128, 129, case.shape.kv[:3], generator=rng).float()
-    )
-
-
-def negative_logits(case: Case, rng: torch.Generator) -> Inputs:
-    """Every logit far below zero: exp underflows unless a row's own maximum is subtracted."""
-    x = -_powers_of_two(case.shape.q[:3], -1, 3, rng)
-    return _rank_one(case, rng, x, torch.randint(64, 129, case.shape.kv[:3], generator=rng).float())
-
-
-def rising_logits(case: Case, rng: torch.Generator) -> Inputs:
-    """Keys sorted so that half of the rows' logits rise from tile to tile; the others fall."""
-    x = _powers_of_two(case.shape.q[:3], -6, -2, rng) * _signs(case.shape.q[:3], rng)
-    y = torch.randint(-128, 129, case.shape.kv[:3], generator=rng).float().sort(dim=-1).values
-    return _rank_one(case, rng, x, y)
-
-
-def sudden_logits(case: Case, rng: torch.Generator) -> Inputs:
-    """Normal, but for a few queries some keys, none of them in a first tile, exceed all before.
-
-    Not in every third head of k, counted through the batches, so that a kernel which trusts a row's
-    first tile has some blocks of queries to do again, each for a few of its rows.
-    """
-    q, k, v = normal(case, rng)
-    signs = _signs((case.shape.head_dim,), rng)
-    chosen_q = torch.rand(case.shape.q[:3], generator=rng) < 1 / 48
-    chosen_k = torch.rand(case.shape.kv[:3], generator=rng) < 1 / 8
-    chosen_k.flatten(0, 1)[::3] = False
-    chosen_k[:, :, :128] = False
-    factors = _powers_of_two(case.shape.q[:3], -2, 3, rng)[..., None]
-    q = torch.where(chosen_q[..., None], factors * signs, q)
-    return q, torch.where(chosen_k[..., None], 4 * signs, k), v
-
-
-def sudden_in_late_heads(case: Case, rng: torch.Generator) -> Inputs:
-    """Normal, but in the last 2 of every 66 heads a late key exceeds the first tile by 2^130.
-
-    Each of two persistent blocks has computed 32 work tiles before it gets there. Which rows a step
-    computes again, as v10 does, must not depend on the number of blocks: their last bits differ.
-    """
-    q, k, v = normal(case, rng)
-    signs = _signs((case.shape.head_dim,), rng)
-    x = 180 * math.log(2) / (case.scale * case.shape.head_dim * 4)  # the first tile's reach 2^40
-    q[:, case.shape.heads * 64 // 66 :] = x * signs
-    k[:, case.shape.kv_heads * 64 // 66 :, 3 * case.shape.seq_k // 4] = 4 * signs
-    return q, k, v
-
-
-def sink(case: Case, rng: torch.Generator) -> Inputs:
-    """One key leads all others by 8 nats, and some 4,000 others together outweigh it.
-
-    It is the first key of the even heads and the last one of the odd heads.
-    """
-    signs = _signs((case.shape.head_dim,), rng)
-    q, k, v = normal(case, rng)
-    q, k = signs + q / 2, k / 2
-    leader = 8 / (case.scale * case.shape.head_dim) * signs
-    k[:, ::2, 0] = leader
-    k[:, 1::2, -1] = leader
-    return q, k, v
-
-
-def graded(
-    low: float, high: float, v_factor: float = 1
-) -> Callable[[Case, torch.Generator], Inputs]:
-    """The last key exceeds all others, by 2^low in the first head up to 2^high in the last one.
-
-    The key in the middle goes half as far. So P relative to the maximum of the first tile takes the
-    magnitudes between, and much the same one in all rows of a block: whether a block computes its
-    rows again does not depend on one extreme row.
-    """
-
-    def inputs(case: Case, rng: torch.Generator) -> Inputs:
-        shape = case.shape
-        signs = _signs((shape.head_dim,), rng)
-        leads = torch.linspace(low, high, shape.heads) * math.log(2)
-        q = (leads / (case.scale * shape.head_dim))[:, None, None] * signs
-        _, k, v = normal(case, rng)
-        k /= 16
-        k[:, :, shape.seq_k // 2] = signs / 2
-        k[:, :, -1] = signs
-        return q.expand(shape.q), k, v_factor * v
-
-    return inputs
-
-
-def end_of_fp16(case: Case, rng: torch.Generator) -> Inputs:
-    """The last key outdoes the first one by 2^15.9998, the others lie 2^16 below the first.
-
-    Relative to the maximum of the first tile, the last key's P is less than 2^16, but in fp16 it
-    rounds to infinity; the rest of P adds next to nothing to it. scale * head_dim is 16 ln 2.
-    """
-    shape = case.shape
-    signs = _signs((shape.head_dim,), rng)
-    k = (-signs).expand(shape.kv).clone()
-    k[:, :, 0] = 0
-    k[:, :, -1] = signs
-    k[:, :, -1, 0] *= 1 - 2.0**-10
-    return signs.expand(shape.q), k, torch.randn(shape.kv, generator=rng)
-
-
-def staircase(case: Case, rng: torch.Generator) -> Inputs:
-    """Logits rise by scale * head_dim every 128 keys, v is about 1.
-
-    Where that is little, the maximum grows tile after tile by factors near 1, and what is lost of
-    one of them is lost of all that has been summed up so far.
-    """
-    signs = _signs((case.shape.head_dim,), rng)
-    step = torch.arange(case.shape.seq_k) // 128
-    v = 1 + torch.randn(case.shape.kv, generator=rng) / 4
-    return signs.expand(case.shape.q), (step[:, None] * signs).expand(case.shape.kv), v
-
-
-def deep_logits(case: Case, rng: torch.Generator) -> Inputs:
-    """Every logit is below -16000: what stands for -inf in a mask must be lower."""
-    y = torch.randint(64, 129, case.shape.kv[:3], generator=rng).float()
-    return _rank_one(case, rng, torch.full(case.shape.q[:3], -32.0), y)
-
-
-def one_hot(case: Case, rng: torch.Generator) -> Inputs:
-    """Each query picks out one key, so that o is that key's row of v. Exact in bf16 and fp16.
-
-    Causal: the key is the last visible one or the first hidden one, where a mask off by one shows.
-    """
-    shape = case.shape
-    k = _signs(shape.kv, rng)
-    if case.causal:
-        diagonal = torch.arange(shape.seq_q) + shape.seq_k - shape.seq_q
-        target = diagonal + torch.randint(2, shape.q[:3], generator=rng)
-    else:
-        target = torch.randint(shape.seq_k, shape.q[:3], generator=rng)
-    target = target.clamp(0, shape.seq_k - 1)[..., None].expand(shape.q)
-    keys = k.repeat_interleave(shape.heads // shape.kv_heads, dim=1)
-    return 4 * keys.gather(2, target), k, torch.randn(shape.kv, generator=rng)
-
-
-def constant(case: Case, rng: torch.Generator) -> Inputs:
-    """All logits equal: softmax is uniform and o the mean of the visible rows of v."""
-    q, k, v = normal(case, rng)
-    return torch.full_like(q, 0.5), torch.full_like(k, 0.5), v
-
-
-def equal_logits_near_1000(case: Case, rng: torch.Generator) -> Inputs:
-    """All logits equal, v near 1000: a sum of 66 of them overflows in fp16, their mean does not."""
-    q, k, v = constant(case, rng)
-    return q, k, 1000 + 8 * v
-
-
-def large_values(case: Case, rng: torch.Generator) -> Inputs:
-    q, k, v = normal(case, rng)
-    return q, k, 4096 * v
-
-
-def subnormal_values(case: Case, rng: torch.Generator) -> Inputs:
-    """v and o are subnormal in fp16, every third v is -0."""
-    q, k, v = normal(case, rng)
-    v *= 2.0**-18
-    v.view(-1)[::3] = -0.0
-    return q, k, v
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from common.step import Step
 from verify.accuracy import Measure, compare, repeated
-from verify.cases import Case, Inputs, all_cases, find_cases
+from verify.cases import Case, all_cases, find_cases
+from verify.inputs import Inputs
 
 BACKENDS = ("auto", "gpu", "cpu")
 # Beside the numbers of multiprocessors that the backends have: one block that computes all work

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from verify.cases import Case, Inputs
+from verify.cases import Case
+from verify.inputs import Inputs
 
 from ..catalog import find_step
 from ..errors import UsageError

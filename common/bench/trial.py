@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from verify.accuracy import Expected
-from verify.cases import Case, Inputs
+from verify.cases import Case
+from verify.inputs import Inputs
 
 from ..errors import UsageError
 from ..operation import Operation

@@ -8,7 +8,7 @@ import torch
 
 from common import UsageError, attention
 from common.catalog import all_steps
-from verify.cases import contiguous, transposed
+from verify.layouts import contiguous, transposed
 from verify.reference import attention_reference
 
 SCALE = 64**-0.5

@@ -27,7 +27,8 @@ from common import operator as op
 from common.catalog import all_steps
 from common.runtime.launch import LaunchDescriptor
 from common.source import ROOT
-from verify.cases import BF16, contiguous, padded, transposed
+from verify.cases import BF16
+from verify.layouts import contiguous, padded, transposed
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OLDEST = all_steps()[0]

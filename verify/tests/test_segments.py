@@ -13,7 +13,8 @@ from common.runtime import cpu
 from common.runtime.cpu import CpuBackend, SimtError
 from common.runtime.segments import LARGE_GAP, POISON, SegmentedTensor
 from common.step import Step
-from verify.cases import FAR, all_cases, expanded, far, find_cases, packed, padded, transposed
+from verify.cases import all_cases, find_cases
+from verify.layouts import FAR, expanded, far, packed, padded, transposed
 from verify.tests.small_kernels import Fault, expect_report, run, write_faults, write_step
 
 BF16 = torch.bfloat16

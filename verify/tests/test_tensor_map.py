@@ -18,7 +18,7 @@ from common.runtime.driver import bindings, call
 from common.runtime.launch import Box, descriptor_type
 from common.runtime.tensor_map import TensorMap, encode_for_cpu, encode_for_gpu, tensor_maps
 from common.step import read_step
-from verify.cases import contiguous, expanded, packed, padded, transposed
+from verify.layouts import contiguous, expanded, packed, padded, transposed
 
 NONE, B32, B64, B128 = range(4)  # enum Swizzle
 BF16 = torch.bfloat16
