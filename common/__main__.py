@@ -11,7 +11,7 @@ import sys
 from .cli import Parser, guarded
 from .errors import UsageError
 from .interpreter import require_package, require_python
-from .source import IS_INSTALLED
+from .paths import IS_INSTALLED
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -80,10 +80,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _compare(first: str, second: str) -> int:
     """Prints the diff of two steps and, of the headline GPU's records, what changes with it."""
+    from .paths import ROOT
     from .records import HEADLINE_GPU, PROFILES_DIR
     from .report.compare import change_table, find_two, source_diff
     from .report.record_set import load_record_set
-    from .source import ROOT
 
     steps = find_two(first, second)
     table = change_table(load_record_set(PROFILES_DIR / HEADLINE_GPU, ROOT), *steps)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .errors import UsageError
 from .patch import read_patch
-from .source import ROOT
+from .paths import ROOT
 from .step import LETTERS, Step, read_step
 
 STEPS_DIR = ROOT / "steps"

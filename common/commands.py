@@ -15,6 +15,7 @@ from .bench.static_analysis import count_bank_conflicts, static_path, static_rec
 from .bench.timeline import timeline_patch, timeline_record
 from .catalog import all_steps, find_step, require_well_formed, steps_to_run
 from .errors import UsageError
+from .paths import ROOT
 from .problem import COUNTED
 from .record_schema import EXPERIMENT_RECORD, RECORD
 from .records import (
@@ -29,7 +30,6 @@ from .report import tables, terminal
 from .report.markdown import regenerate
 from .report.record_set import RecordSet, load_record_set
 from .runtime.gpu import GpuBackend
-from .source import ROOT
 from .step import Step
 
 

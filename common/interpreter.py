@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-from .source import ROOT
+from .paths import ROOT
 
 OLDEST = (3, 10)
 _OURS = ("common", "verify")

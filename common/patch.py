@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UsageError, explain
+from .paths import BUILD_DIR, ROOT
 from .records import write_atomically
-from .source import BUILD_DIR, ROOT
 from .step import Step, read_step
 
 EXPERIMENTS_DIR = ROOT / "experiments"

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from .errors import UsageError
 from .operation import STEP_NAME
+from .paths import ROOT
 from .record_schema import Form, find_error
-from .source import ROOT, python_sha256
+from .source import python_sha256
 from .step import Step
 
 SCHEMA = 2

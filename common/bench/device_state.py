@@ -7,8 +7,8 @@ import subprocess
 
 import torch
 
+from ..paths import ROOT
 from ..runtime.build import toolkit_version
-from ..source import ROOT
 
 NOT_COLLECTED = "not collected"
 SOURCES = (":/", ":!/profiles", ":!/README.md", ":!/worklog.md")  # what is not generated

@@ -32,12 +32,12 @@ from ..catalog import all_steps, step_before
 from ..errors import UsageError
 from ..operation import Operation
 from ..patch import EXPERIMENTS_DIR, read_patch
+from ..paths import ROOT
 from ..record_schema import RECORD
 from ..records import PROFILES_DIR, SCHEMA, gpu_folder, is_stale, read_replaced, write_record
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
 from ..runtime.launch import evaluate
-from ..source import ROOT
 from ..step import Step, read_step
 from .device_state import NOT_COLLECTED, git_state, versions
 from .peers import Peer, load

@@ -16,9 +16,9 @@ from verify.cases import Case
 
 from ..errors import UsageError
 from ..metrics import METRICS
+from ..paths import ROOT
 from ..runtime.backend import run
 from ..runtime.build import toolkit_program
-from ..source import ROOT
 from ..step import Step
 from .device_state import NOT_COLLECTED
 

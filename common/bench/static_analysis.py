@@ -20,6 +20,7 @@ from verify.cases import Case
 from ..catalog import all_steps
 from ..errors import UsageError
 from ..patch import EXPERIMENTS_DIR
+from ..paths import ROOT
 from ..problem import COUNTED
 from ..record_schema import STATIC_RECORD
 from ..records import PROFILES_DIR, SCHEMA, STATIC, is_stale, read_replaced
@@ -32,7 +33,6 @@ from ..runtime.build import (
     toolkit_version,
 )
 from ..runtime.cpu import CpuBackend, SimtError
-from ..source import ROOT
 from ..step import Step
 from .device_state import NOT_COLLECTED
 from .sass import count_instructions

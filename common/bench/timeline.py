@@ -22,11 +22,11 @@ from verify.inputs import Inputs
 
 from ..catalog import find_step
 from ..errors import UsageError
+from ..paths import ROOT
 from ..record_schema import CONSUMER_EVENTS, OUTPUT_EVENTS, PRODUCER_EVENTS
 from ..records import SCHEMA
 from ..runtime.backend import Backend, empty_outputs
 from ..runtime.gpu import GpuBackend
-from ..source import ROOT
 from ..step import Step
 from .device_state import device_state, git_state, versions
 from .trial import new_run

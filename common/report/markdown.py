@@ -19,8 +19,8 @@ from pathlib import Path
 from ..catalog import require_well_formed
 from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS, Operation
+from ..paths import ROOT
 from ..records import HEADLINE_GPU, STATIC, write_atomically
-from ..source import ROOT
 from . import diagrams, tables
 from .expressions import evaluate
 from .plots import render_plots, same_plot

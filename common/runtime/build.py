@@ -16,8 +16,9 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import UsageError, explain
+from ..paths import BUILD_DIR, DEVICE_DIR
 from ..problem import Specialization
-from ..source import BUILD_DIR, DEVICE_DIR, included_headers
+from ..source import included_headers
 from ..step import Step
 
 HOPPER = "sm_90"

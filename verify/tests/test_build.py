@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
+from common.paths import ROOT
 from common.runtime import build
-from common.source import ROOT
 
 # Stands for a compiler: takes its time, and keeps a list of what it was asked for.
 COMPILER = """\

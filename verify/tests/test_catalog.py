@@ -13,9 +13,9 @@ from common import attention, catalog, commands
 from common.__main__ import main
 from common.catalog import all_steps, find_step, require_well_formed, step_before, steps_to_run
 from common.errors import UsageError
+from common.paths import ROOT
 from common.report.markdown import regenerate
 from common.runtime.backend import DTYPE_NAMES
-from common.source import ROOT
 from common.step import ARCHITECTURES, DTYPES, read_step
 from verify.check import main as check
 

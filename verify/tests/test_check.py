@@ -11,8 +11,8 @@ import torch
 
 from common.catalog import all_steps, step_names
 from common.errors import NotEnoughMemoryError, UsageError
+from common.paths import ROOT
 from common.runtime.launch import LaunchDescriptor
-from common.source import ROOT
 from verify import accuracy, check
 from verify.cases import CASES, all_cases, drawn_cases, find_cases
 from verify.check import check_case, check_steps

@@ -15,7 +15,7 @@ import torch
 from common import interpreter
 from common.__main__ import main
 from common.cli import guarded
-from common.source import ROOT
+from common.paths import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 

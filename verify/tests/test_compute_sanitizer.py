@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from common.catalog import all_steps
+from common.paths import ROOT
 from common.runtime.backend import run
 from common.runtime.build import nvcc
-from common.source import ROOT
 from verify.cases import find_cases
 
 CASES = ("single_token", "ragged", "causal_short_k", "gqa_causal_padded", "head_dim_40")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from common.operation import FORWARD
+from common.paths import ROOT
 from common.runtime import launch, tensor_map
 from common.runtime.build import host_compiler
 from common.runtime.cpu import CpuBackend
-from common.source import ROOT
 from common.step import read_step
 from verify.tests.small_kernels import run, write_step
 

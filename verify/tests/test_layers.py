@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from common.source import ROOT
+from common.paths import ROOT
 
 LAYERS = ("core", "runtime", "call", "verify", "bench", "commands")  # each may import those before
 CALL = {"", "functional", "operator"}
 COMMANDS = {"__main__", "commands"}
 DATA = {"catalog", "errors", "metrics", "operation", "patch", "problem", "record_schema"}
-DATA |= {"records", "source", "step", "text"}
+DATA |= {"paths", "records", "source", "step", "text"}
 
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from common.paths import ROOT
 from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend, SimtError
-from common.source import ROOT
 from common.step import Step, read_step
 from verify.tests.small_kernels import Fault, expect_report, run, write_faults, write_step
 

@@ -11,8 +11,8 @@ import pytest
 from common.catalog import all_steps, find_step
 from common.errors import UsageError
 from common.patch import read_patch
+from common.paths import ROOT
 from common.runtime.cpu import CpuBackend
-from common.source import ROOT
 from common.step import Step, read_step
 from verify.cases import Case, find_cases
 from verify.check import CaseResult, check_case, make_runs

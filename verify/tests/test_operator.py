@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from common import UsageError, attention, cache
 from common import operator as op
 from common.catalog import all_steps
+from common.paths import ROOT
 from common.runtime.launch import LaunchDescriptor
-from common.source import ROOT
 from verify.cases import BF16
 from verify.layouts import contiguous, padded, transposed
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import common
-from common import UsageError, attention, source
+from common import UsageError, attention, paths
 from common.catalog import all_steps
-from common.source import ROOT, build_dir
+from common.paths import ROOT, build_dir
 
 MADE_FROM = ("common", "steps", "pyproject.toml", "README.md", "LICENSE")
 CALL = """
@@ -155,7 +155,7 @@ def test_where_what_is_compiled_goes(monkeypatch, tmp_path: Path) -> None:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert build_dir() == ROOT / "build"
-    monkeypatch.setattr(source, "IS_INSTALLED", True)
+    monkeypatch.setattr(paths, "IS_INSTALLED", True)
     assert build_dir() == tmp_path / ".cache" / "attention-worklog"
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     assert build_dir() == tmp_path / ".cache" / "attention-worklog"
@@ -163,14 +163,14 @@ def test_where_what_is_compiled_goes(monkeypatch, tmp_path: Path) -> None:
     assert build_dir() == tmp_path / "xdg" / "attention-worklog"
     monkeypatch.setenv("ATTENTION_WORKLOG_CACHE", str(tmp_path / "chosen"))
     for is_installed in (False, True):
-        monkeypatch.setattr(source, "IS_INSTALLED", is_installed)
+        monkeypatch.setattr(paths, "IS_INSTALLED", is_installed)
         assert build_dir() == tmp_path / "chosen"
 
 
 def test_no_home_directory(monkeypatch) -> None:
     for variable in ("ATTENTION_WORKLOG_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(source, "IS_INSTALLED", True)
+    monkeypatch.setattr(paths, "IS_INSTALLED", True)
 
     def home():
         raise RuntimeError("Could not determine home directory.")

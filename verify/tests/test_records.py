@@ -11,6 +11,7 @@ import pytest
 from common.bench.timing import summarize
 from common.catalog import all_steps
 from common.errors import UsageError
+from common.paths import ROOT
 from common.record_schema import EXPERIMENT_RECORD, GRID_RECORD, RECORD, STATIC_RECORD
 from common.records import (
     SCHEMA,
@@ -22,7 +23,6 @@ from common.records import (
     write_atomically,
     write_record,
 )
-from common.source import ROOT
 from common.step import read_step
 from verify.tests.fake_records import fake_grid, fake_record, fake_static_record
 

@@ -21,6 +21,7 @@ from common.bench.timeline import (
 from common.catalog import find_step
 from common.errors import UsageError
 from common.metrics import spill_bytes
+from common.paths import ROOT
 from common.problem import COUNTED
 from common.record_schema import TIMELINE_RECORD
 from common.records import read_records, write_record
@@ -29,7 +30,6 @@ from common.report.record_set import Recorded, load_record_set
 from common.report.timeline_plot import draw_timeline
 from common.runtime.build import build_cubin, nvcc, parse_resources
 from common.runtime.cpu import CpuBackend
-from common.source import ROOT
 from common.step import Step
 from verify.cases import Case, Shape
 from verify.check import check_case

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from common.paths import ROOT
 from common.runtime.cpu import CpuBackend, SimtError
-from common.source import ROOT
 from common.step import Step, read_step
 from verify.tests.small_kernels import (
     Fault,

@@ -16,6 +16,7 @@ from common.__main__ import main
 from common.bench import headline
 from common.catalog import all_steps, find_step
 from common.errors import UsageError
+from common.paths import ROOT
 from common.records import write_record
 from common.report import markdown, plots, rows
 from common.report.diagrams import figures
@@ -23,7 +24,6 @@ from common.report.expressions import evaluate
 from common.report.markdown import regenerate
 from common.report.plots import same_plot
 from common.report.record_set import load_record_set
-from common.source import ROOT
 from common.step import read_step
 from verify.tests.fake_records import (
     fake_grid,
