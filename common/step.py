@@ -26,6 +26,11 @@ _LIMITS = re.compile(
 )
 
 
+_LARGE_SMEM = re.compile(r"more than the \d+ KiB of shared memory of .* from head_dim (\d+) on")
+
+HEAD_DIMS = range(8, 257, 8)  # that the cases of verify/ cover: no step can promise others
+
+
 @dataclass(frozen=True)
 class Limits:
     """The step's `limits:` line, e.g. `bf16, fp16, fp32; head_dim 8-256 by 8; sm_75`."""
@@ -35,6 +40,8 @@ class Limits:
     highest_head_dim: int
     head_dim_multiple: int
     arch: str  # lowest architecture; a trailing "a" means exactly that one
+    # From this head_dim on, not every architecture from there up has shared memory enough.
+    large_smem_head_dim: int | None = None
 
     def refusal(self, spec: Specialization) -> str | None:
         """Why these limits exclude spec, or None."""
@@ -125,7 +132,9 @@ def read_step(path: Path) -> Step:
 
 
 def _parse_limits(path: Path, text: str) -> Limits:
-    """Of a `limits:` line; what follows the architecture is for the reader."""
+    """Of a `limits:` line. What follows the architecture is for the reader, but for this:
+    "more than the 99 KiB of shared memory of sm_86 from head_dim 160 on".
+    """
     found = _LIMITS.match(text)
     if not found:
         raise UsageError(
@@ -142,6 +151,11 @@ def _parse_limits(path: Path, text: str) -> Limits:
             f"{path}: 'limits:' must give head_dim from a lowest to a highest multiple of a step, "
             f"not {low}-{high} by {by}"
         )
+    if low not in HEAD_DIMS or high not in HEAD_DIMS or by % HEAD_DIMS.step:
+        raise UsageError(
+            f"{path}: 'limits:' can promise head_dim {HEAD_DIMS[0]}-{HEAD_DIMS[-1]} by "
+            f"{HEAD_DIMS.step}, which the cases cover, not {low}-{high} by {by}"
+        )
     number = int(found["arch"])
     if number not in ARCHITECTURES or (found["exact"] and number < FIRST_EXACT_ARCHITECTURE):
         known = ", ".join(f"sm_{known}" for known in ARCHITECTURES)
@@ -149,4 +163,12 @@ def _parse_limits(path: Path, text: str) -> Limits:
             f"{path}: 'limits:' can name {known}, from sm_{FIRST_EXACT_ARCHITECTURE} on also with "
             f"an 'a' behind, not sm_{number}{found['exact']}"
         )
-    return Limits(dtypes, low, high, by, f"sm_{number}{found['exact']}")
+    large_smem = _LARGE_SMEM.search(text)
+    return Limits(
+        dtypes,
+        low,
+        high,
+        by,
+        f"sm_{number}{found['exact']}",
+        int(large_smem[1]) if large_smem else None,
+    )

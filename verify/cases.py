@@ -152,9 +152,9 @@ CASES = (
     # A query in every row of the block, and enough tiles for their places to be filled again.
     Case("wide_tiles", Shape(1, 4, 2, 192, 400, 64), BF16),
     Case("long_fp32", Shape(1, 1, 1, 20, 1100, 64), FP32),
-    # More keys, and more queries, than 16 bits with a sign count.
-    Case("queries_33000", Shape(1, 1, 1, 33000, 3, 16), FP16),
-    Case("keys_33000", Shape(1, 1, 1, 1, 33000, 8), BF16, causal=True),
+    # More keys, and more queries, than 16 bits count.
+    Case("queries_66000", Shape(1, 1, 1, 66000, 3, 16), FP16),
+    Case("keys_66000", Shape(1, 1, 1, 1, 66000, 8), BF16, causal=True),
     # Causal: equal lengths, fewer queries than keys, more (the first rows see no key).
     Case("causal", Shape(1, 2, 2, 256, 256, 64), BF16, causal=True),
     Case("causal_ragged", Shape(3, 1, 1, 197, 197, 128), BF16, causal=True),
@@ -168,6 +168,11 @@ CASES = (
     # The last query of a block, and of a warp, sees one key of its last tile.
     Case("causal_one_more", Shape(1, 1, 1, 256, 257, 64), BF16, causal=True),
     Case("causal_wide_one_less", Shape(1, 1, 1, 257, 255, 128), BF16, causal=True),
+    # A whole block of Hopper's whose last query alone sees the first key of a tile: of 128 keys,
+    # with 192 and with 128 queries, and of 80 keys.
+    Case("causal_wide_one_more", Shape(1, 1, 1, 192, 257, 64), BF16, causal=True),
+    Case("causal_128_one_more", Shape(1, 1, 1, 128, 129, 128), BF16, causal=True),
+    Case("causal_80_one_more", Shape(1, 1, 1, 128, 161, 136), FP16, causal=True),
     # Hopper's block in the middle ends with a tile, and is neither the first nor the last of those
     # that a persistent block computes.
     Case("causal_whole_tiles", Shape(1, 2, 2, 448, 448, 64), BF16, causal=True),
@@ -197,8 +202,9 @@ CASES = (
         layouts=(contiguous, expanded, expanded, contiguous),
     ),
     Case("padded", Shape(2, 2, 2, 51, 70, 64), FP32, layouts=(padded,) * 4),
-    # More heads than 8 bits count.
+    # More heads, and more batches, than 8 bits count.
     Case("heads_258", Shape(1, 258, 86, 1, 3, 8), BF16, causal=True),
+    Case("batches_258", Shape(258, 1, 1, 1, 3, 8), BF16, causal=True),
     # Further apart than 32 bits count: batches, heads, rows, every 16th row of a tile, tiles.
     Case("far_batches", Shape(2, 2, 1, 33, 40, 64), BF16, layouts=(far(0),) * 4),
     Case("far_heads", Shape(1, 2, 2, 33, 40, 64), BF16, layouts=(far(1),) * 4),

@@ -72,7 +72,8 @@ MAX_WORKERS = 16  # each has a stack for every thread of a block
 MIN_TIME_LIMIT_S = 60
 # Of shared memory, in KiB, the most that a block can ask for, by architecture.
 SMEM_LIMITS_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
-MULTIPLY_ADDS_PER_S = 1e6  # far below what the slowest step does, sanitized, on one core
+# Far below what the slowest steps do, sanitized, on one core; v02 has a block for each query.
+MULTIPLY_ADDS_PER_S, QUERIES_PER_S = 1e6, 200
 
 # Where in the program something happened: addresses, the innermost call first.
 _CODE = re.compile(r"<code((?: 0x[0-9a-f]+)*)>")
@@ -426,36 +427,47 @@ def _num_cores() -> int:
 def _time_limit_s(tensors: Sequence[torch.Tensor]) -> int:
     """Seconds after which a kernel must be in an endless loop."""
     q, k = tensors[:2]
-    return int(MIN_TIME_LIMIT_S + 2 * q.numel() * k.shape[2] / MULTIPLY_ADDS_PER_S)
+    multiply_adds = 2 * q.numel() * k.shape[2]
+    queries = q.numel() / q.shape[3]
+    return int(MIN_TIME_LIMIT_S + multiply_adds / MULTIPLY_ADDS_PER_S + queries / QUERIES_PER_S)
 
 
 def _check_launch(step: Step, spec: Specialization, plan: Plan) -> None:
-    """Raises SimtError where no GPU that the step's limits name can launch its kernels.
+    """Raises SimtError where a GPU that the step's limits name cannot launch its kernels.
 
     __launch_bounds__ are checked by the program.
     """
-    limit = _smem_limit(step.limits.arch)
+    least, most = _smem_limits(step.limits.arch)
+    large_from = step.limits.large_smem_head_dim
+    if large_from is not None and spec.head_dim >= large_from:
+        least = most
     for kernel in plan.kernels:
-        if kernel.smem_bytes > limit:
-            raise SimtError(
-                f"{step.name} ({spec}): kernel {kernel.name} asks for {kernel.smem_bytes} bytes of "
-                f"shared memory a block, and the most that a GPU for {step.limits.arch} has is "
-                f"{limit}"
-            )
+        if kernel.smem_bytes <= least:
+            continue
+        asks = (
+            f"{step.name} ({spec}): kernel {kernel.name} asks for {kernel.smem_bytes} bytes of "
+            f"shared memory a block, and"
+        )
+        if kernel.smem_bytes > most:
+            raise SimtError(f"{asks} the most that a GPU for {step.limits.arch} has is {most}")
+        raise SimtError(
+            f"{asks} not all GPUs for {step.limits.arch} have more than {least}: let 'limits:' say "
+            f"that it needs more than the {least // 1024} KiB of shared memory of these from "
+            f"head_dim {spec.head_dim} on, or a lower one, or name a higher architecture"
+        )
 
 
-def _smem_limit(arch: str) -> int:
-    """The most bytes that a block can have where code for `arch` runs.
+def _smem_limits(arch: str) -> tuple[int, int]:
+    """The bytes that a block can have where code for `arch` runs: on the least GPU, on the largest.
 
-    That is exactly sm_90 for sm_90a, but for sm_80 any architecture from there on: a step may take
-    Hopper's shared memory at a large head_dim although it runs on an A100 at a small one.
+    Code for sm_90a runs on exactly sm_90, but that for sm_80 on any architecture from there on.
     """
     number = int(arch.removeprefix("sm_").rstrip("a"))
     exact = arch.endswith("a")
     limits = [
         kib for sm, kib in SMEM_LIMITS_KIB.items() if sm == number or (sm > number and not exact)
-    ]
-    return 1024 * max(limits or SMEM_LIMITS_KIB.values())
+    ] or SMEM_LIMITS_KIB.values()
+    return 1024 * min(limits), 1024 * max(limits)
 
 
 def _check_memory(step: Step, workspace_bytes: int) -> None:

@@ -204,6 +204,13 @@ def test_limits(tmp_path):
         16,
     )
     assert limits.arch == "sm_90a"
+    assert limits.large_smem_head_dim is None
+
+
+def test_limits_of_shared_memory(tmp_path):
+    told = "needs more than the 99 KiB of shared memory of sm_86 and sm_89 from head_dim 160 on"
+    step = read_step(write(tmp_path, f"{LIMITS}; right, but slow; fp32\n//     {told}"))
+    assert step.limits.large_smem_head_dim == 160
 
 
 @pytest.mark.parametrize(
@@ -216,6 +223,9 @@ def test_limits(tmp_path):
         ("8-256", "8-250", "not 8-250 by 8"),
         ("8-256", "4-256", "not 4-256 by 8"),
         ("by 8", "by 0", "not 8-256 by 0"),
+        ("8-256", "8-512", "can promise head_dim 8-256 by 8, .* not 8-512 by 8"),
+        ("8-256 by 8", "4-256 by 4", "can promise head_dim 8-256 by 8, .* not 4-256 by 4"),
+        ("8-256 by 8", "12-252 by 12", "can promise head_dim 8-256 by 8, .* not 12-252 by 12"),
         ("sm_80", "sm_81", "not sm_81"),
         ("sm_80", "sm_70", "not sm_70"),
         ("sm_80", "sm_80a", "not sm_80a"),

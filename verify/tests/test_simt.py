@@ -610,28 +610,47 @@ def test_launch_bounds(tmp_path, bounds):
             run(step, CpuBackend())
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
-def test_shared_memory_is_limited(tmp_path, arch):
-    """To Hopper's 227 KiB, where code for any of these runs."""
-    for size in (227 * 1024, 227 * 1024 + 16):
+NEEDS_MORE = "needs more than the 99 KiB of shared memory of sm_86 from head_dim {} on"
+
+
+@pytest.mark.parametrize(
+    ("limits", "kib", "told"),
+    [
+        (
+            "sm_75",
+            64,
+            "not all GPUs for sm_75 have more than 65536: let 'limits:' say .* 64 KiB",
+        ),
+        ("sm_80", 99, "not all GPUs for sm_80 have more than 101376: .* from head_dim 8 on, or"),
+        (f"sm_80; {NEEDS_MORE.format(16)}", 99, "not all GPUs for sm_80 have more than 101376"),
+        (f"sm_80; {NEEDS_MORE.format(8)}", 227, "the most that a GPU for sm_80 has is 232448"),
+        ("sm_90a", 227, "the most that a GPU for sm_90a has is 232448"),
+    ],
+)
+def test_shared_memory_is_limited(tmp_path, limits, kib, told):
+    """To what all GPUs have, where the step does not say otherwise, and in any case to Hopper's."""
+    for size in (kib * 1024, kib * 1024 + 16):
         step = write_step(tmp_path, f"large_{size}", "smem.x[0] = 0;", layout=f"char x[{size}];")
-        step.path.write_text(step.path.read_text().replace("sm_75", arch))
+        step.path.write_text(step.path.read_text().replace("sm_75", limits))
         step = read_step(step.path)
         if size % 1024 == 0:
             run(step, CpuBackend())
         else:
-            with pytest.raises(
-                SimtError, match=f"kernel test_kernel asks for {size} bytes of .* {arch}"
-            ):
+            with pytest.raises(SimtError, match=f"kernel test_kernel asks for {size} .* {told}"):
                 run(step, CpuBackend())
 
 
-def test_shared_memory_of_other_architectures():
-    """Where code for them runs: sm_120a and sm_120 on nothing larger, sm_86 also on an H100."""
-    kib = {
-        arch: cpu._smem_limit(arch) // 1024 for arch in ("sm_120a", "sm_120", "sm_86", "sm_100a")
+def test_shared_memory_of_architectures():
+    """Code for sm_86 also runs on an H100, that for sm_120 on nothing with more."""
+    archs = ("sm_80", "sm_120a", "sm_120", "sm_86", "sm_100a")
+    kib = {arch: tuple(limit // 1024 for limit in cpu._smem_limits(arch)) for arch in archs}
+    assert kib == {
+        "sm_80": (99, 227),
+        "sm_120a": (99, 99),
+        "sm_120": (99, 99),
+        "sm_86": (99, 227),
+        "sm_100a": (227, 227),
     }
-    assert kib == {"sm_120a": 99, "sm_120": 99, "sm_86": 227, "sm_100a": 227}
 
 
 def test_killed_program(faults_step, monkeypatch):
