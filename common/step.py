@@ -24,8 +24,6 @@ _LIMITS = re.compile(
     r"head_dim (?P<lowest>\d+)-(?P<highest>\d+) by (?P<multiple>\d+); "
     r"sm_(?P<arch>\d+)(?P<exact>a?)\b"
 )
-
-
 _LARGE_SMEM = re.compile(r"more than the \d+ KiB of shared memory of .* from head_dim (\d+) on")
 
 HEAD_DIMS = range(8, 257, 8)  # that the cases of verify/ cover: no step can promise others

@@ -199,7 +199,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             return Work{q_start, head % p.heads, head / p.heads, tiles_of(q_start + BLOCK_M - 1),
                         last};
         };
-        // Whether a warp has failed to compute its rows of a work: it has stored NaN as their lse.
+        // Whether a warp has failed to compute its rows of a work: it has stored NaN as their lse. Its
+        // first row tells, which it has if it has any.
         const auto has_failed = [&](const Work& work) {
             const float* lse = p.lse + (int64_t(work.batch) * p.heads + work.head) * p.seq_q;
             bool failed = false;
