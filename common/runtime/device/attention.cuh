@@ -17,6 +17,9 @@ __device__ T& shared_memory() {
     return *reinterpret_cast<T*>(shared_memory_bytes);
 }
 
+// 2^(LOG2_E x) = exp x, and LN_2 log2 x = log x: the hardware's exponential and logarithm have base 2.
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(fp16 x) { return __half2float(x); }
 __device__ inline float to_float(bf16 x) { return __bfloat162float(x); }

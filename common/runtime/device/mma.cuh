@@ -74,6 +74,16 @@ __device__ inline uint32_t cvt_rn_x2<fp16>(float lo, float hi) {
     return packed;
 }
 
+// The maximum, and the sum, over the 4 lanes of a quad, which share a row of D; known to all of them.
+__device__ inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
 // 2^x with a relative error of 2^-22; 0 where it would be subnormal.
 __device__ inline float ex2_approx_ftz(float x) {
     float y;

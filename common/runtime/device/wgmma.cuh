@@ -11,6 +11,9 @@
 // MN_MAJOR the transpose of that.
 enum Major { K_MAJOR, MN_MAJOR };
 
+// A tile of the widest swizzle, in bytes: 8 rows of 128.
+constexpr int SWIZZLE_128B_TILE = 8 * 128;
+
 // Describes an operand that lies in shared memory as tiles of 8 rows, each row as long as the swizzle
 // is wide (16 bytes without a swizzle), as TMA writes them; the matrix that is meant begins at `start`.
 //     K_MAJOR    stride_bytes is from 8 rows of A (columns of B) to the next 8; leading_bytes is from

@@ -20,6 +20,8 @@
 #define __grid_constant__
 #define __shared__ _Pragma("GCC error \"no __shared__ in steps: use shared_memory<Layout>()\"")
 
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
 struct uint3 {
     uint32_t x, y, z;
 };

@@ -34,6 +34,16 @@ uint32_t cvt_rn_x2(float lo, float hi) {
     return from_float<T>(lo).bits | uint32_t{from_float<T>(hi).bits} << 16;
 }
 
+inline float quad_max(float x, simt::Site site = simt::Site::here()) {
+    x = fmaxf(x, __shfl_xor_sync(simt::ALL_LANES, x, 1, site));
+    return fmaxf(x, __shfl_xor_sync(simt::ALL_LANES, x, 2, site));
+}
+
+inline float quad_sum(float x, simt::Site site = simt::Site::here()) {
+    x += __shfl_xor_sync(simt::ALL_LANES, x, 1, site);
+    return x + __shfl_xor_sync(simt::ALL_LANES, x, 2, site);
+}
+
 inline float ex2_approx_ftz(float x) {
     const float y = exp2f(x);  // a subnormal x gives 1, like the 0 that the hardware flushes it to
     return y < 0x1p-126f ? 0.0f : y;

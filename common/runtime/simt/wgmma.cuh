@@ -7,6 +7,8 @@
 
 enum Major : int { K_MAJOR, MN_MAJOR };
 
+constexpr int SWIZZLE_128B_TILE = 8 * 128;
+
 namespace simt {
 
 class Report;
