@@ -1,13 +1,24 @@
-// v10 -- one pipeline from a block's first tile to its last, softmax without a running maximum
-// change: a block stays and computes work after work, BLOCK_M queries of a head each: S of the next
-//     work runs while O of the last is written; the maximum of a row's first tile serves for the
-//     whole row, and where that overflows online softmax does the work again; with a causal mask
-//     long and short works alternate, and a warpgroup passes over a tile that is hidden from it
+// v10 -- a persistent kernel: one pipeline from a block's first tile to its last
+// change: an SM keeps its block, which computes one work tile after another: S of the next work tile
+//     is multiplied while O of the last is written; with a causal mask long and short work tiles
+//     alternate, and a warpgroup passes over a tile of keys that is hidden from it
 // why: in v09 an SM starts and ends each block with nothing to multiply, and with a causal mask the
-//     longest blocks start last; a consumer's softmax takes longer than the other's products, since
-//     its instructions share the registers' ports with wgmma: without running maxima and rescaling
-//     there are 3.5 an element instead of 5; predicted: 1.1 times v09, 1.25 with a causal mask
+//     longest blocks start last; predicted: 1.05 times v09, 1.15 with a causal mask
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+//
+// One consumer's products on the tensor cores, and what it does meanwhile, for work tiles a and b of
+// n tiles of keys each. The other consumers do the same, each in its turn.
+//
+//     products            meanwhile
+//     S0 of a             nothing: only a block's first work tile begins like this
+//                         softmax of tile 0
+//     S1, O += P0 V0      softmax of tile 1, as soon as S1 is there
+//     S2, O += P1 V1      softmax of tile 2
+//     ...
+//     O += Pn-1 Vn-1      (started together with the next)
+//     S0 of b             O of a is scaled and leaves by TMA
+//                         softmax of tile 0
+//     S1, O += P0 V0      ...
 #include "mma.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
@@ -29,14 +40,22 @@ constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from
 constexpr int Q_PANELS = HEAD_DIM <= 64 ? 0 : HEAD_DIM <= 128 ? 2 : 1;
 constexpr int Q_SMEM_DIM = (PANELS - Q_PANELS) * PANEL;  // columns of Q that wgmma reads from there
 constexpr int O_PANELS = Q_PANELS == 0 ? 1 : Q_PANELS;
-// P = 2^(S - m) exceeds 1 where S exceeds m. fp16 ends at 2^16; bf16 and float reach far further,
-// but O += P V needs room for V, too.
-constexpr float MAX_ROW_SUM = std::is_same_v<Element, fp16> ? 0x1p15f : 0x1p40f;
+constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the others' follow. 0 is that of __syncthreads
 
-struct Work {
+// BLOCK_M queries of a head, and how many tiles of keys they see.
+struct WorkTile {
     int q_start, head, batch;
-    int num_tiles;  // of K, and of V; at least 1
+    int num_tiles;  // at least 1
     int last;       // no other one follows
+};
+
+// The place of a tile in the ring of stages, by its number among all tiles of the block's work tiles.
+struct Place {
+    int tile = 0;
+
+    __device__ int stage() const { return tile % NUM_STAGES; }
+    __device__ int phase() const { return tile / NUM_STAGES; }  // of the stage's barriers
+    __device__ Place before() const { return {tile - 1}; }
 };
 
 // Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
@@ -49,14 +68,7 @@ struct alignas(1024) SharedMemory {                   // the swizzle's pattern: 
     Panels<PANELS, BLOCK_N> v[NUM_STAGES];
     Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
     Mbarrier q_empty, k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every consumer warp has read it
-    Mbarrier pass_done;                                          // and has written to:
-    bool failed[4 * CONSUMERS];  // whether some of its sums went out of bounds
-    // m of each consumer's two rows. They lie here because a vector load brings them to neighbouring
-    // registers, which are in different banks: then the multiply-adds of the exponentials, which take
-    // them in turn, find both in the operand caches and read one register, not two, while wgmma
-    // keeps the registers' ports busy. Left alone, ptxas may put both into one bank.
-    alignas(16) float shift[128 * CONSUMERS][4];
-    Work work;  // whose Q has arrived
+    WorkTile work;                                               // whose Q has arrived
 };
 
 extern "C" {
@@ -74,6 +86,66 @@ __constant__ LaunchDescriptor launch_descriptor = {
 };
 }
 
+// The keys that a row of queries sees. Causal: query i sees j <= i + seq_k - seq_q, so the last
+// query sees the last key.
+__device__ int visible_keys(const AttentionParams& p, int row) {
+    return CAUSAL ? min(p.seq_k, row + p.seq_k - p.seq_q + 1) : p.seq_k;
+}
+
+// Their tiles, at least 1.
+__device__ int visible_tiles(const AttentionParams& p, int row) {
+    return max(1, (visible_keys(p, row) + BLOCK_N - 1) / BLOCK_N);
+}
+
+// The order of the work tiles. Block b takes the work tiles b, b + gridDim.x, b + 2 gridDim.x ...,
+// each time one of a round.
+struct Schedule {
+    const AttentionParams& p;
+    int q_blocks, num_heads;  // of a head; of all batches
+    int section_heads;
+
+    __device__ explicit Schedule(const AttentionParams& params)
+        : p(params), q_blocks((p.seq_q + BLOCK_M - 1) / BLOCK_M), num_heads(p.batch * p.heads) {
+        // A section's work tiles fill up to 4 rounds, as few as they fill to nine tenths: the fewer
+        // heads are at work at once, the more evenly their K and V are fetched from DRAM.
+        const int blocks = gridDim.x;
+        for (int rounds = 1; rounds <= 4; ++rounds) {
+            section_heads = max(1, rounds * blocks / q_blocks);
+            if (10 * section_heads * q_blocks >= 9 * rounds * blocks) break;
+        }
+    }
+
+    // With a causal mask a work tile is the longer the later its queries are. Then they are sorted
+    // by length within sections of whole heads, downwards in every other section, upwards in the
+    // rest, the last one downwards: so a block's long work tiles are followed by short ones.
+    __device__ WorkTile at(int i) const {
+        int head = i / q_blocks, q_block = i % q_blocks, first_row = 0;
+        if (CAUSAL) {
+            const int section = head / section_heads, first_head = section * section_heads;
+            const int heads = min(section_heads, num_heads - first_head);
+            const int in_section = i - first_head * q_blocks;
+            head = first_head + in_section % heads;
+            q_block = in_section / heads;
+            const bool downwards = ((num_heads - 1) / section_heads - section) % 2 == 0;
+            if (downwards) q_block = q_blocks - 1 - q_block;
+            // A head's block that is not full is the first, which sees the fewest keys. O leaves in
+            // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its
+            // rows.
+            first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
+        }
+        const int q_start = first_row + q_block * BLOCK_M;
+        const bool last = i + gridDim.x >= q_blocks * num_heads;
+        return {q_start, head % p.heads, head / p.heads, visible_tiles(p, q_start + BLOCK_M - 1),
+                last};
+    }
+};
+
+// Waits for the end of a phase. Phase -1 counts as ended: a new stage is empty.
+__device__ void wait_for(Mbarrier& barrier, int phase) {
+    while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
+    }
+}
+
 // Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros where the tensor ends, and
 // announces its bytes to the barrier. For one thread.
 template <int NUM_PANELS, int ROWS>
@@ -88,13 +160,13 @@ __device__ void load_tile(Panels<NUM_PANELS, ROWS>& tile, const TensorMap& map, 
 // Describes the columns d ... d + 15 of a tile, its rows from `row` on: Q or K.
 template <int NUM_PANELS, int ROWS>
 __device__ uint64_t k_major(const Panels<NUM_PANELS, ROWS>& tile, int row, int d) {
-    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, 8 * 2 * PANEL);
+    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, SWIZZLE_128B_TILE);
 }
 
 // Describes the rows key ... key + 15 of a tile, all columns: V.
 template <int NUM_PANELS, int ROWS>
 __device__ uint64_t mn_major(const Panels<NUM_PANELS, ROWS>& tile, int key) {
-    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), 8 * 2 * PANEL);
+    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), SWIZZLE_128B_TILE);
 }
 
 // Where TMA puts 8 elements of a tile's row from column d on: 8 chunks of a row change places.
@@ -103,43 +175,16 @@ __device__ Element* swizzled(Panels<NUM_PANELS, ROWS>& tile, int row, int d) {
     return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
 }
 
-// The maximum (or sum) over the 4 lanes that share a row, known to all of them.
-template <typename Combine>
-__device__ float quad_reduce(float x, Combine combine) {
-    x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return combine(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
 // With a causal mask a warpgroup may have nothing to do with the last tile, but with no other one.
 static_assert(BLOCK_M - 64 <= BLOCK_N && NUM_STAGES >= 2);
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
-    // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
-    const int offset = p.seq_k - p.seq_q;
     // The same in all lanes; the shuffles tell the compiler so.
     const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
     const int warpgroup = uniform(threadIdx.x / 128);
     const int lane = threadIdx.x % 32;
-
-    // The keys that a row sees, and their tiles, at least 1.
-    const auto keys_of = [&](int row) { return CAUSAL ? min(p.seq_k, row + offset + 1) : p.seq_k; };
-    const auto tiles_of = [&](int row) { return max(1, (keys_of(row) + BLOCK_N - 1) / BLOCK_N); };
-    // The tiles of a stage are the phases of its barriers. Phase -1 counts as completed from the
-    // beginning: a new stage is empty.
-    const auto wait_for = [](Mbarrier& barrier, int phase) {
-        while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
-        }
-    };
-    // Whether some warp has failed to compute some work in the first pass.
-    const auto wait_for_failed = [&] {
-        wait_for(smem.pass_done, 0);
-        bool failed = false;
-#pragma unroll
-        for (bool of_warp : smem.failed) failed |= of_warp;
-        return failed;
-    };
 
     if (threadIdx.x == PRODUCER) {
         mbarrier_init(smem.q_full, 1);
@@ -151,127 +196,67 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             mbarrier_init(smem.k_empty[stage], 4 * CONSUMERS);
             mbarrier_init(smem.v_empty[stage], 4 * CONSUMERS);
         }
-        mbarrier_init(smem.pass_done, 4 * CONSUMERS);
-#pragma unroll
-        for (bool& of_warp : smem.failed) of_warp = false;
         fence_mbarrier_init();
     }
     __syncthreads();  // the mbarriers are initialized
 
-    int num_begun = 0;  // works, of all passes: phases of Q's barriers
-    int num_tiles = 0;  // of all works: the next one's place in the stages
+    Place place;        // of the next tile of K; V of a tile is needed one tile later
+    int num_begun = 0;  // work tiles: phases of Q's barriers
 
+    // ======== the producer: one thread copies, for all work tiles, K of a tile, then V of the tile
+    // before, as the consumers need them ========
     if (warpgroup == CONSUMERS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x != PRODUCER) return;
-        const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
-        const int all_heads = p.batch * p.heads;
-        // Block b takes the works b, b + gridDim.x, b + 2 gridDim.x ..., each time one of a round.
-        const int num_works = (q_blocks * all_heads - 1 - blockIdx.x) / gridDim.x + 1;
-        // A section's works fill up to 4 rounds, as few as they fill to nine tenths: the fewer heads
-        // are at work at once, the more evenly their K and V are fetched from DRAM.
-        int section_heads = 1;
-        for (int rounds = 1; rounds <= 4; ++rounds) {
-            const int blocks = gridDim.x;
-            section_heads = max(1, rounds * blocks / q_blocks);
-            if (10 * section_heads * q_blocks >= 9 * rounds * blocks) break;
-        }
-        // With a causal mask a work is the longer the later its queries are. Then works are sorted
-        // by length within sections of whole heads, downwards in every other section, upwards in the
-        // rest, the last one downwards: so a block's long works are followed by short ones.
-        const auto work_at = [&](int round, bool last) {
-            const int i = blockIdx.x + round * gridDim.x;
-            int head = i / q_blocks, q_block = i % q_blocks, first_row = 0;
-            if (CAUSAL) {
-                const int section = head / section_heads, first_head = section * section_heads;
-                const int heads = min(section_heads, all_heads - first_head);
-                const int in_section = i - first_head * q_blocks;
-                head = first_head + in_section % heads;
-                q_block = in_section / heads;
-                const bool downwards = ((all_heads - 1) / section_heads - section) % 2 == 0;
-                if (downwards) q_block = q_blocks - 1 - q_block;
-                // A head's block that is not full is the first, which sees the fewest keys. O leaves
-                // in boxes of 16 rows: each lies before the tensor's first row, or begins at one of
-                // its rows.
-                first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
-            }
-            const int q_start = first_row + q_block * BLOCK_M;
-            return Work{q_start, head % p.heads, head / p.heads, tiles_of(q_start + BLOCK_M - 1),
-                        last};
+        const Schedule schedule(p);
+        int v_row, v_head, v_batch;  // of the tile before
+        const auto load_v = [&] {
+            const Place before = place.before();
+            wait_for(smem.v_empty[before.stage()], before.phase() - 1);
+            load_tile<PANELS, BLOCK_N>(smem.v[before.stage()], p.v_map, v_row, v_head, v_batch,
+                                       smem.v_full[before.stage()]);
         };
-        // Whether a warp has failed to compute its rows of a work: it has stored NaN as their lse. Its
-        // first row tells, which it has if it has any.
-        const auto has_failed = [&](const Work& work) {
-            const float* lse = p.lse + (int64_t(work.batch) * p.heads + work.head) * p.seq_q;
-            bool failed = false;
-#pragma unroll
-            for (int i = 0; i < BLOCK_M; i += 16) {
-                const int row = work.q_start + i;
-                if (0 <= row && row < p.seq_q) failed |= isnan(lse[row]);
-            }
-            return failed;
-        };
-        // Loads all works, or those that have failed, at least one. K of a tile, then V of the tile
-        // before: as the consumers need them.
-        const auto load_works = [&](bool all) {
-            int v_row = 0, v_head = 0, v_batch = 0;
-            const auto load_v = [&](int tile) {
-                const int stage = tile % NUM_STAGES;
-                wait_for(smem.v_empty[stage], tile / NUM_STAGES - 1);
-                load_tile<PANELS, BLOCK_N>(smem.v[stage], p.v_map, v_row, v_head, v_batch,
-                                           smem.v_full[stage]);
-            };
-            const int first_tile = num_tiles;
-            const auto find_work = [&](int i) {
-                while (i < num_works && !all && !has_failed(work_at(i, false))) ++i;
-                return i;
-            };
-            for (int i = find_work(0), next; i < num_works; i = next, ++num_begun) {
-                next = find_work(i + 1);
-                const Work work = work_at(i, next == num_works);
-                const int kv_head = work.head / (p.heads / p.kv_heads);
-                for (int tile = 0; tile < work.num_tiles; ++tile, ++num_tiles) {
-                    const int stage = num_tiles % NUM_STAGES;
-                    wait_for(smem.k_empty[stage], num_tiles / NUM_STAGES - 1);
-                    load_tile<PANELS, BLOCK_N>(smem.k[stage], p.k_map, tile * BLOCK_N, kv_head,
-                                               work.batch, smem.k_full[stage]);
-                    if (num_tiles > first_tile) load_v(num_tiles - 1);
-                    if (tile == 0) {
-                        wait_for(smem.q_empty, num_begun - 1);
-                        smem.work = work;
-                        load_tile(smem.q, p.q_map, work.q_start, work.head, work.batch,
-                                  smem.q_full);
-                    }
-                    v_row = tile * BLOCK_N, v_head = kv_head, v_batch = work.batch;
+        for (int i = blockIdx.x, last = 0; !last; i += gridDim.x) {
+            const WorkTile work = schedule.at(i);
+            const int kv_head = work.head / (p.heads / p.kv_heads);
+            for (int tile = 0; tile < work.num_tiles; ++tile, ++place.tile) {
+                wait_for(smem.k_empty[place.stage()], place.phase() - 1);
+                load_tile<PANELS, BLOCK_N>(smem.k[place.stage()], p.k_map, tile * BLOCK_N, kv_head,
+                                           work.batch, smem.k_full[place.stage()]);
+                if (place.tile > 0) load_v();
+                if (tile == 0) {
+                    wait_for(smem.q_empty, num_begun - 1);
+                    smem.work = work;
+                    load_tile(smem.q, p.q_map, work.q_start, work.head, work.batch, smem.q_full);
+                    ++num_begun;
                 }
+                v_row = tile * BLOCK_N, v_head = kv_head, v_batch = work.batch;
             }
-            load_v(num_tiles - 1);
-        };
-        load_works(true);
-        if (wait_for_failed()) load_works(false);
+            last = work.last;
+        }
+        load_v();
         return;
     }
 
+    // ======== the consumers: a warpgroup computes 64 rows of each work tile ========
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    const int group_row = 64 * warpgroup;  // of the block, the warpgroup's first
-    const int warp = uniform(threadIdx.x / 32);
-    const int warp_row = 16 * warp;  // and the warp's
+    const int group_row = 64 * warpgroup;                 // of the block, the warpgroup's first
+    const int warp_row = 16 * uniform(threadIdx.x / 32);  // and the warp's
     const auto release = [&](Mbarrier& empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
-    // Consumers start their products in turn, so that one computes softmax while another multiplies:
-    // barrier 1 + w takes the 128 threads of warpgroup w, which wait, and the 128 of its predecessor,
-    // which have started theirs. Nobody takes the last turn.
-    const auto wait_for_turn = [&] { bar_sync(1 + warpgroup, 256); };
-    const auto pass_turn = [&] { bar_arrive(1 + (warpgroup + 1) % CONSUMERS, 256); };
+    // Ping-pong scheduling: consumers start their products in turn, so that one computes softmax
+    // while another multiplies. A warpgroup's barrier takes its 128 threads, which wait, and the 128
+    // of its predecessor, which have started theirs. Nobody takes the last turn.
+    const auto wait_for_turn = [&] { bar_sync(TURN_BARRIER + warpgroup, 256); };
+    const auto pass_turn = [&] { bar_arrive(TURN_BARRIER + (warpgroup + 1) % CONSUMERS, 256); };
     if (warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
 
-    // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    const float scale_log2 = p.softmax_scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s)
     // A lane's elements of S and O: of the rows 8 r + lane / 4 of its warp's 16, in
     // s_acc[n][2 r + i] and o_acc[n][2 r + i], the columns 8 n + 2 (lane % 4) + i.
     float o_acc[DIM / 8][4] = {};
-    float row_max[2];  // m, in units of log2: of the first tile, or of all tiles so far
+    float row_max[2];  // m, in units of log2
     float row_sum[2];  // this lane's share of l, at last all of it
     float inverse[2];  // 1 / l
 
@@ -281,27 +266,27 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     uint32_t p_frag[BLOCK_N / 16][4];
     float shift[2], rescale[2];
 
-    // ---- load Q: what goes to registers, and the work that it belongs to
+    // ---- load Q: what goes to registers, and the work tile that it belongs to
     const auto load_q = [&] {
         wait_for(smem.q_full, num_begun);
-        const Work work = smem.work;
+        ++num_begun;
+        const WorkTile work = smem.work;
 #pragma unroll
         for (int d = Q_SMEM_DIM; d < DIM; d += 16)
             ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
                         swizzled(smem.q, warp_row + lane % 16, d + lane / 16 * 8));
         __syncwarp();  // every lane has its elements, whose place is then O's
-        return Work{uniform(work.q_start), uniform(work.head), uniform(work.batch),
-                    uniform(work.num_tiles), uniform(work.last)};
+        return WorkTile{uniform(work.q_start), uniform(work.head), uniform(work.batch),
+                        uniform(work.num_tiles), uniform(work.last)};
     };
 
     // ---- S = Q K^T  [BLOCK_M, BLOCK_N], [64, BLOCK_N] of it in each warpgroup
     const auto start_s = [&] {
-        const int stage = num_tiles % NUM_STAGES;
-        wait_for(smem.k_full[stage], num_tiles / NUM_STAGES);
+        wait_for(smem.k_full[place.stage()], place.phase());
         wgmma_fence(s_acc, q_frag);
 #pragma unroll
         for (int d = 0; d < HEAD_DIM; d += 16) {
-            const uint64_t k_desc = k_major<PANELS, BLOCK_N>(smem.k[stage], 0, d);
+            const uint64_t k_desc = k_major<PANELS, BLOCK_N>(smem.k[place.stage()], 0, d);
             if (d < Q_SMEM_DIM)
                 wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(s_acc, k_major(smem.q, group_row, d),
                                                           k_desc, d > 0);
@@ -312,13 +297,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         wgmma_commit_group();
     };
 
-    const auto load_shift = [&] {
-        const float4 stored = load_float4(smem.shift[threadIdx.x]);
-        shift[0] = stored.x, shift[1] = stored.y;
-    };
-
-    // ---- softmax: P = 2^(S - m); if ONLINE, m' = max(m, max S) and alpha = 2^(m - m') before
-    const auto softmax = [&]<bool ONLINE>(std::bool_constant<ONLINE>, const Work& work, int tile) {
+    // ---- online softmax: m' = max(m, max S), alpha = 2^(m - m'), P = 2^(S - m')
+    const auto softmax = [&](const WorkTile& work, int tile) {
         // The scale is part of the exponential's multiply-add. All of a row's P share the rounding
         // error of scale * max, which cancels (for logits up to 2^27). But with a negative scale the
         // largest S is not the largest logit, and 0 * -inf is NaN.
@@ -332,12 +312,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
         // Hidden keys, where the warp's first row has some.
         const int k_start = tile * BLOCK_N, warp_start = work.q_start + warp_row;
-        if (k_start + BLOCK_N > keys_of(warp_start)) {
+        if (k_start + BLOCK_N > visible_keys(p, warp_start)) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 // From the lane's first column on.
                 const int row = warp_start + 8 * r + lane / 4;
-                const int keys = keys_of(row) - k_start - 2 * (lane % 4);
+                const int keys = visible_keys(p, row) - k_start - 2 * (lane % 4);
 #pragma unroll
                 for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
@@ -345,23 +325,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                         if (8 * n + i >= keys) s_acc[n][2 * r + i] = -INFINITY;
             }
         }
-        if (ONLINE) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float tile_max = -INFINITY;
+        for (int r = 0; r < 2; ++r) {
+            float tile_max = -INFINITY;
 #pragma unroll
-                for (int n = 0; n < BLOCK_N / 8; ++n)
+            for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) tile_max = fmaxf(tile_max, s_acc[n][2 * r + i]);
-                tile_max = quad_reduce(tile_max, [](float x, float y) { return fmaxf(x, y); });
-                const float row_max_new = fmaxf(row_max[r], tile_max * tile_scale);
-                // Before the first visible key m' = -inf; 2^(s - 0) = 0 there, 2^(-inf + inf) is NaN.
-                shift[r] = row_max_new == -INFINITY ? 0.0f : row_max_new;
-                rescale[r] = ex2_approx_ftz(row_max[r] - shift[r]);
-                row_max[r] = row_max_new;
-                row_sum[r] *= rescale[r];
-            }
-            store_float4(smem.shift[threadIdx.x], {shift[0], shift[1], 0.0f, 0.0f});
+                for (int i = 0; i < 2; ++i) tile_max = fmaxf(tile_max, s_acc[n][2 * r + i]);
+            const float row_max_new = fmaxf(row_max[r], quad_max(tile_max) * tile_scale);
+            // Before the first visible key m' = -inf; 2^(s - 0) = 0 there, 2^(-inf + inf) is NaN.
+            shift[r] = row_max_new == -INFINITY ? 0.0f : row_max_new;
+            rescale[r] = ex2_approx_ftz(row_max[r] - shift[r]);
+            row_max[r] = row_max_new;
+            row_sum[r] *= rescale[r];
         }
 #pragma unroll
         for (int n = 0; n < BLOCK_N / 8; ++n)
@@ -383,31 +359,31 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
     };
 
-    // The first tile of a work, whose S has been started.
-    const auto group_tiles = [&](const Work& work) {
-        return tiles_of(work.q_start + group_row + 63);
+    // The tiles that some row of the warpgroup sees.
+    const auto group_tiles = [&](const WorkTile& work) {
+        return visible_tiles(p, work.q_start + group_row + 63);
     };
-    const auto softmax_first = [&](const Work& work) {
-        const int stage = num_tiles % NUM_STAGES;
+    // The first tile of a work tile, whose S has been started.
+    const auto softmax_first = [&](const WorkTile& work) {
         wgmma_wait_group<0>(s_acc);
-        release(smem.k_empty[stage]);
+        release(smem.k_empty[place.stage()]);
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_max[r] = -INFINITY, row_sum[r] = 0.0f;
-        softmax(std::true_type(), work, 0);
+        softmax(work, 0);
         convert_p();
-        if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O of the work before has left
+        if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O of the work tile before has left
         if (Q_SMEM_DIM == 0 || group_tiles(work) == 1) release(smem.q_empty);
-        wait_for(smem.v_full[stage], num_tiles / NUM_STAGES);
-        ++num_tiles;
+        wait_for(smem.v_full[place.stage()], place.phase());
+        ++place.tile;
     };
 
     // ---- O += P V  [BLOCK_M, HEAD_DIM], [64, DIM] of it in each warpgroup
-    const auto start_pv = [&](int stage, int tile) {
+    const auto start_pv = [&](Place v, int tile) {
         wgmma_fence(o_acc, p_frag);
 #pragma unroll
         for (int j = 0; j < BLOCK_N; j += 16)
             wgmma_m64nNk16<Element, MN_MAJOR>(o_acc, p_frag[j / 16],
-                                              mn_major<PANELS, BLOCK_N>(smem.v[stage], j),
+                                              mn_major<PANELS, BLOCK_N>(smem.v[v.stage()], j),
                                               tile > 0 || j > 0);
         wgmma_commit_group();
     };
@@ -416,11 +392,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const auto sum_up = [&] {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            row_sum[r] = quad_reduce(row_sum[r], [](float x, float y) { return x + y; });
+            row_sum[r] = quad_sum(row_sum[r]);
             inverse[r] = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
         }
     };
-    const auto write = [&](const Work& work, bool failed) {
+    const auto write = [&](const WorkTile& work) {
         const int warp_start = work.q_start + warp_row;
         // O_PANELS at a time. A warp's 16 rows of a panel, swizzled, are a box. TMA leaves out the
         // rows past seq_q and the columns past HEAD_DIM, some of which nobody has written.
@@ -453,106 +429,78 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 cp_async_bulk_commit_group();
             }
         }
-        // log sum exp = (m + log2 l) ln 2; -inf where no key is visible; NaN where the warp has failed.
-        // Of the 4 lanes that know m and l of two rows, two write one each. After O, whose fence would
-        // wait for this store, too.
+        // log sum exp = (m + log2 l) ln 2; -inf where no key is visible. Of the 4 lanes that know m
+        // and l of two rows, two write one each. After O, whose fence would wait for this store, too.
         const int r = lane % 4, row = warp_start + 8 * r + lane / 4;
         if (r < 2 && 0 <= row && row < p.seq_q) {
             const float l = r == 0 ? row_sum[0] : row_sum[1], m = r == 0 ? shift[0] : shift[1];
             p.lse[(int64_t(work.batch) * p.heads + work.head) * p.seq_q + row] =
-                failed      ? NAN
-                : l == 0.0f ? -INFINITY
-                            : (m + lg2_approx_ftz(l)) * 0.6931471805599453f;
-            if (failed && lane == 0) smem.failed[warp] = true;
+                l == 0.0f ? -INFINITY : (m + lg2_approx_ftz(l)) * LN_2;
         }
     };
 
-    // Computes the works that the producer loads, by the maximum of their first tiles or by online
-    // softmax, and writes O and lse.
-    const auto attend = [&]<bool ONLINE>(std::bool_constant<ONLINE> online) {
-        Work work = load_q();
-        wait_for_turn();
-        start_s();
-        pass_turn();
-        softmax_first(work);
-        for (;;) {
-            // ---- for each K/V tile
-            const int last_tile = group_tiles(work) - 1;
-            for (int tile = 1; tile <= last_tile; ++tile, ++num_tiles) {
-                const int stage = num_tiles % NUM_STAGES;
-                const int stage_before = (num_tiles - 1) % NUM_STAGES;
-                wait_for_turn();
-                start_s();
-                start_pv(stage_before, tile - 1);
-                pass_turn();
-                load_shift();
-                wgmma_wait_group<1>(s_acc);
-                release(smem.k_empty[stage]);
-                if (Q_SMEM_DIM > 0 && tile == last_tile) release(smem.q_empty);
-                softmax(online, work, tile);  // while O += P V runs
-                // The wait for V stands here because ptxas moves no code across a loop that waits:
-                // without it, ptxas lets all of the softmax wait for O.
-                wait_for(smem.v_full[stage], num_tiles / NUM_STAGES);
-                wgmma_wait_group<0>(o_acc, p_frag);
-                release(smem.v_empty[stage_before]);
-                if (ONLINE) {
-#pragma unroll
-                    for (int n = 0; n < DIM / 8; ++n)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
-                }
-                convert_p();
-            }
-            bool failed = false;
-            if (!ONLINE) {
-                const bool ok = row_sum[0] <= MAX_ROW_SUM && row_sum[1] <= MAX_ROW_SUM;
-                failed = __any_sync(0xffffffff, !ok);
-            }
-            ++num_begun;
-            const int last_stage = (num_tiles - 1) % NUM_STAGES;
-            if (CAUSAL && last_tile < work.num_tiles - 1) {  // the others' last tile
-                const int stage = num_tiles % NUM_STAGES;
-                wait_for_turn();
-                pass_turn();
-                wait_for(smem.k_full[stage], num_tiles / NUM_STAGES);
-                __syncwarp();  // a lane still waiting would miss the phases that the release allows
-                release(smem.k_empty[stage]);
-                wait_for(smem.v_full[stage], num_tiles / NUM_STAGES);
-                __syncwarp();  // likewise
-                release(smem.v_empty[stage]);
-                ++num_tiles;
-            }
-            const Work done = work;
+    WorkTile work = load_q();
+    wait_for_turn();
+    start_s();
+    pass_turn();
+    softmax_first(work);
+    for (;;) {
+        // ---- for each K/V tile
+        const int last_tile = group_tiles(work) - 1;
+        for (int tile = 1; tile <= last_tile; ++tile, ++place.tile) {
             wait_for_turn();
-            // O += P V is started in either branch: ptxas serializes a wgmma that is under way where
-            // branches part.
-            if (done.last) {
-                start_pv(last_stage, last_tile);
-                pass_turn();
-                sum_up();
-                wgmma_wait_group<0>(o_acc, p_frag);
-                release(smem.v_empty[last_stage]);
-                write(done, failed);
-                return;
-            }
-            start_pv(last_stage, last_tile);
-            work = load_q();
             start_s();
+            start_pv(place.before(), tile - 1);
+            pass_turn();
+            wgmma_wait_group<1>(s_acc);
+            release(smem.k_empty[place.stage()]);
+            if (Q_SMEM_DIM > 0 && tile == last_tile) release(smem.q_empty);
+            softmax(work, tile);  // while O += P V runs
+            // The wait for V stands here because ptxas moves no code across a loop that waits:
+            // without it, ptxas lets all of the softmax wait for O.
+            wait_for(smem.v_full[place.stage()], place.phase());
+            wgmma_wait_group<0>(o_acc, p_frag);
+            release(smem.v_empty[place.before().stage()]);
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
+            convert_p();
+        }
+        const Place last_v = place.before();
+        if (CAUSAL && last_tile < work.num_tiles - 1) {  // the others' last tile
+            wait_for_turn();
+            pass_turn();
+            wait_for(smem.k_full[place.stage()], place.phase());
+            __syncwarp();  // a lane still waiting would miss the phases that the release allows
+            release(smem.k_empty[place.stage()]);
+            wait_for(smem.v_full[place.stage()], place.phase());
+            __syncwarp();  // likewise
+            release(smem.v_empty[place.stage()]);
+            ++place.tile;
+        }
+        const WorkTile done = work;
+        wait_for_turn();
+        // O += P V is started in either branch: ptxas serializes a wgmma that is under way where
+        // branches part.
+        if (done.last) {
+            start_pv(last_v, last_tile);
             pass_turn();
             sum_up();
-            wgmma_wait_group<1>(o_acc, p_frag);
-            release(smem.v_empty[last_stage]);
-            write(done, failed);  // while S of the next work runs
-            softmax_first(work);
+            wgmma_wait_group<0>(o_acc, p_frag);
+            release(smem.v_empty[last_v.stage()]);
+            write(done);
+            break;
         }
-    };
-
-    attend(std::false_type());
-    if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O has left: its place is the next Q's
-    release(smem.pass_done);
-    if (wait_for_failed()) {
-        if (lane == 0) cp_async_bulk_wait_group<0>();  // O must not land after what replaces it
-        attend(std::true_type());
+        start_pv(last_v, last_tile);
+        work = load_q();
+        start_s();
+        pass_turn();
+        sum_up();
+        wgmma_wait_group<1>(o_acc, p_frag);
+        release(smem.v_empty[last_v.stage()]);
+        write(done);  // while S of the next work tile runs
+        softmax_first(work);
     }
     if (lane == 0) cp_async_bulk_wait_group_read<0>();
 }

@@ -1,0 +1,576 @@
+// v11 -- a softmax without a running maximum
+// change: P = 2^(S - m) with m from a row's first tile of keys, for all of its tiles; only where P
+//     leaves its format's range is m raised, and P, O and l are scaled, as late as that is known
+// why: in v10 a consumer's softmax takes longer than the other's products, since its instructions
+//     share the registers' ports with wgmma: without running maxima and rescaling there are 3.5 an
+//     element instead of 5.5; predicted: 1.15 times v10, on logits that do not rise much
+// limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+#include "mma.cuh"
+#include "tma.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
+
+constexpr int CONSUMERS = HEAD_DIM <= 64 ? 3 : 2;  // warpgroups that compute; one more copies
+constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int PRODUCER = 128 * CONSUMERS;  // the thread that starts all copies
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
+constexpr int BLOCK_M = 64 * CONSUMERS;              // query rows, 64 a warpgroup
+constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
+constexpr int NUM_STAGES = HEAD_DIM <= 64 ? 3 : 2;   // tiles of K, and of V, in shared memory
+constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
+constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
+// The last panels of Q are kept in registers, as many as there is room for, and O leaves through
+// their place in shared memory; without any it has a panel of its own.
+constexpr int Q_PANELS = HEAD_DIM <= 64 ? 0 : HEAD_DIM <= 128 ? 2 : 1;
+constexpr int Q_SMEM_DIM = (PANELS - Q_PANELS) * PANEL;  // columns of Q that wgmma reads from there
+constexpr int O_PANELS = Q_PANELS == 0 ? 1 : Q_PANELS;
+constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the others' follow. 0 is that of __syncthreads
+// When m is set, the largest P of the row is 2^-HEADROOM. m is raised where a lane's share of a
+// tile's sum of P exceeds MAX_SUM. fp16 holds P up to 65504, and has no exponents to spare below 1.
+// bf16 could hold far more, but V may be as large as 2^127: with sums of at most 2^-20, O += P V
+// stays finite for 2^25 keys. What is below 2^-126 is taken as 0, 2^-62 of the row's largest or less.
+constexpr float HEADROOM = std::is_same_v<Element, fp16> ? 0.0f : 64.0f;
+constexpr float MAX_SCALED_SUM = 0x1p60f;  // one multiplication by 2^-124 still does
+constexpr float MAX_SUM = std::is_same_v<Element, fp16> ? 65504.0f : 0x1p-20f;
+
+// BLOCK_M queries of a head, and how many tiles of keys they see.
+struct WorkTile {
+    int q_start, head, batch;
+    int num_tiles;  // at least 1
+    int last;       // no other one follows
+};
+
+// The place of a tile in the ring of stages, by its number among all tiles of the block's work tiles.
+struct Place {
+    int tile = 0;
+
+    __device__ int stage() const { return tile % NUM_STAGES; }
+    __device__ int phase() const { return tile / NUM_STAGES; }  // of the stage's barriers
+    __device__ Place before() const { return {tile - 1}; }
+};
+
+// Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
+template <int NUM_PANELS, int ROWS>
+using Panels = Element[NUM_PANELS][ROWS][PANEL];
+
+struct alignas(1024) SharedMemory {                   // the swizzle's pattern: 8 rows of 128 bytes
+    Panels<PANELS - Q_PANELS + O_PANELS, BLOCK_M> q;  // its last O_PANELS: where O leaves, too
+    Panels<PANELS, BLOCK_N> k[NUM_STAGES];
+    Panels<PANELS, BLOCK_N> v[NUM_STAGES];
+    Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
+    Mbarrier q_empty, k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every consumer warp has read it
+    WorkTile work;                                               // whose Q has arrived
+};
+
+extern "C" {
+__constant__ LaunchDescriptor launch_descriptor = {
+    .alignment = 16,
+    .kernels = {{.name = "attention_forward",
+                 .grid = {{SEQ_Q, BLOCK_M}, {HEADS, 1}, {BATCH, 1}},
+                 .threads = NUM_THREADS,
+                 .smem_bytes = sizeof(SharedMemory),
+                 .blocks_per_sm = 1}},
+    .q_box = {BLOCK_M, PANEL, SWIZZLE_128B},
+    .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+    .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+    .o_box = {16, PANEL, SWIZZLE_128B},
+};
+}
+
+// The keys that a row of queries sees. Causal: query i sees j <= i + seq_k - seq_q, so the last
+// query sees the last key.
+__device__ int visible_keys(const AttentionParams& p, int row) {
+    return CAUSAL ? min(p.seq_k, row + p.seq_k - p.seq_q + 1) : p.seq_k;
+}
+
+// Their tiles, at least 1.
+__device__ int visible_tiles(const AttentionParams& p, int row) {
+    return max(1, (visible_keys(p, row) + BLOCK_N - 1) / BLOCK_N);
+}
+
+// The order of the work tiles. Block b takes the work tiles b, b + gridDim.x, b + 2 gridDim.x ...,
+// each time one of a round.
+struct Schedule {
+    const AttentionParams& p;
+    int q_blocks, num_heads;  // of a head; of all batches
+    int section_heads;
+
+    __device__ explicit Schedule(const AttentionParams& params)
+        : p(params), q_blocks((p.seq_q + BLOCK_M - 1) / BLOCK_M), num_heads(p.batch * p.heads) {
+        // A section's work tiles fill up to 4 rounds, as few as they fill to nine tenths: the fewer
+        // heads are at work at once, the more evenly their K and V are fetched from DRAM.
+        const int blocks = gridDim.x;
+        for (int rounds = 1; rounds <= 4; ++rounds) {
+            section_heads = max(1, rounds * blocks / q_blocks);
+            if (10 * section_heads * q_blocks >= 9 * rounds * blocks) break;
+        }
+    }
+
+    // With a causal mask a work tile is the longer the later its queries are. Then they are sorted
+    // by length within sections of whole heads, downwards in every other section, upwards in the
+    // rest, the last one downwards: so a block's long work tiles are followed by short ones.
+    __device__ WorkTile at(int i) const {
+        int head = i / q_blocks, q_block = i % q_blocks, first_row = 0;
+        if (CAUSAL) {
+            const int section = head / section_heads, first_head = section * section_heads;
+            const int heads = min(section_heads, num_heads - first_head);
+            const int in_section = i - first_head * q_blocks;
+            head = first_head + in_section % heads;
+            q_block = in_section / heads;
+            const bool downwards = ((num_heads - 1) / section_heads - section) % 2 == 0;
+            if (downwards) q_block = q_blocks - 1 - q_block;
+            // A head's block that is not full is the first, which sees the fewest keys. O leaves in
+            // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its
+            // rows.
+            first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
+        }
+        const int q_start = first_row + q_block * BLOCK_M;
+        const bool last = i + gridDim.x >= q_blocks * num_heads;
+        return {q_start, head % p.heads, head / p.heads, visible_tiles(p, q_start + BLOCK_M - 1),
+                last};
+    }
+};
+
+// Waits for the end of a phase. Phase -1 counts as ended: a new stage is empty.
+__device__ void wait_for(Mbarrier& barrier, int phase) {
+    while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
+    }
+}
+
+// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros where the tensor ends, and
+// announces its bytes to the barrier. For one thread.
+template <int NUM_PANELS, int ROWS>
+__device__ void load_tile(Panels<NUM_PANELS, ROWS>& tile, const TensorMap& map, int row, int head,
+                          int batch, Mbarrier& full) {
+    mbarrier_arrive_expect_tx(full, PANELS * sizeof(tile[0]));
+#pragma unroll
+    for (int panel = 0; panel < PANELS; ++panel)
+        cp_async_bulk_tensor_load(tile[panel][0], map, PANEL * panel, row, head, batch, full);
+}
+
+// Describes the columns d ... d + 15 of a tile, its rows from `row` on: Q or K.
+template <int NUM_PANELS, int ROWS>
+__device__ uint64_t k_major(const Panels<NUM_PANELS, ROWS>& tile, int row, int d) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, SWIZZLE_128B_TILE);
+}
+
+// Describes the rows key ... key + 15 of a tile, all columns: V.
+template <int NUM_PANELS, int ROWS>
+__device__ uint64_t mn_major(const Panels<NUM_PANELS, ROWS>& tile, int key) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), SWIZZLE_128B_TILE);
+}
+
+// Where TMA puts 8 elements of a tile's row from column d on: 8 chunks of a row change places.
+template <int NUM_PANELS, int ROWS>
+__device__ Element* swizzled(Panels<NUM_PANELS, ROWS>& tile, int row, int d) {
+    return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
+}
+
+// With a causal mask a warpgroup may have nothing to do with the last tile, but with no other one.
+static_assert(BLOCK_M - 64 <= BLOCK_N && NUM_STAGES >= 2);
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
+    attention_forward(const __grid_constant__ AttentionParams p) {
+    SharedMemory& smem = shared_memory<SharedMemory>();
+    // The same in all lanes; the shuffles tell the compiler so.
+    const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
+    const int warpgroup = uniform(threadIdx.x / 128);
+    const int lane = threadIdx.x % 32;
+
+    if (threadIdx.x == PRODUCER) {
+        mbarrier_init(smem.q_full, 1);
+        mbarrier_init(smem.q_empty, 4 * CONSUMERS);
+#pragma unroll
+        for (int stage = 0; stage < NUM_STAGES; ++stage) {
+            mbarrier_init(smem.k_full[stage], 1);
+            mbarrier_init(smem.v_full[stage], 1);
+            mbarrier_init(smem.k_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.v_empty[stage], 4 * CONSUMERS);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();  // the mbarriers are initialized
+
+    Place place;        // of the next tile of K; V of a tile is needed one tile later
+    int num_begun = 0;  // work tiles: phases of Q's barriers
+
+    // ======== the producer: one thread copies, for all work tiles, K of a tile, then V of the tile
+    // before, as the consumers need them ========
+    if (warpgroup == CONSUMERS) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (threadIdx.x != PRODUCER) return;
+        const Schedule schedule(p);
+        int v_row, v_head, v_batch;  // of the tile before
+        const auto load_v = [&] {
+            const Place before = place.before();
+            wait_for(smem.v_empty[before.stage()], before.phase() - 1);
+            load_tile<PANELS, BLOCK_N>(smem.v[before.stage()], p.v_map, v_row, v_head, v_batch,
+                                       smem.v_full[before.stage()]);
+        };
+        for (int i = blockIdx.x, last = 0; !last; i += gridDim.x) {
+            const WorkTile work = schedule.at(i);
+            const int kv_head = work.head / (p.heads / p.kv_heads);
+            for (int tile = 0; tile < work.num_tiles; ++tile, ++place.tile) {
+                wait_for(smem.k_empty[place.stage()], place.phase() - 1);
+                load_tile<PANELS, BLOCK_N>(smem.k[place.stage()], p.k_map, tile * BLOCK_N, kv_head,
+                                           work.batch, smem.k_full[place.stage()]);
+                if (place.tile > 0) load_v();
+                if (tile == 0) {
+                    wait_for(smem.q_empty, num_begun - 1);
+                    smem.work = work;
+                    load_tile(smem.q, p.q_map, work.q_start, work.head, work.batch, smem.q_full);
+                    ++num_begun;
+                }
+                v_row = tile * BLOCK_N, v_head = kv_head, v_batch = work.batch;
+            }
+            last = work.last;
+        }
+        load_v();
+        return;
+    }
+
+    // ======== the consumers: a warpgroup computes 64 rows of each work tile ========
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    const int group_row = 64 * warpgroup;                 // of the block, the warpgroup's first
+    const int warp_row = 16 * uniform(threadIdx.x / 32);  // and the warp's
+    const auto release = [&](Mbarrier& empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    // Ping-pong scheduling: consumers start their products in turn, so that one computes softmax
+    // while another multiplies. A warpgroup's barrier takes its 128 threads, which wait, and the 128
+    // of its predecessor, which have started theirs. Nobody takes the last turn.
+    const auto wait_for_turn = [&] { bar_sync(TURN_BARRIER + warpgroup, 256); };
+    const auto pass_turn = [&] { bar_arrive(TURN_BARRIER + (warpgroup + 1) % CONSUMERS, 256); };
+    if (warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
+
+    const float scale_log2 = p.softmax_scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s)
+    // A lane's elements of S and O: of the rows 8 r + lane / 4 of its warp's 16, in
+    // s_acc[n][2 r + i] and o_acc[n][2 r + i], the columns 8 n + 2 (lane % 4) + i.
+    float o_acc[DIM / 8][4] = {};
+    float shift[2];     // m, in units of log2
+    float tile_sum[2];  // this lane's share of a tile's sum of P
+    float row_sum[2];   // this lane's share of l, at last all of it
+    float inverse[2];   // 1 / l
+
+    constexpr int Q_STEPS = Q_PANELS == 0 ? 1 : (DIM - Q_SMEM_DIM) / 16;
+    uint32_t q_frag[Q_STEPS][4];  // [16, 16] each, of the warp's rows
+    float s_acc[BLOCK_N / 8][4];
+    uint32_t p_frag[BLOCK_N / 16][4];
+
+    // ---- load Q: what goes to registers, and the work tile that it belongs to
+    const auto load_q = [&] {
+        wait_for(smem.q_full, num_begun);
+        ++num_begun;
+        const WorkTile work = smem.work;
+#pragma unroll
+        for (int d = Q_SMEM_DIM; d < DIM; d += 16)
+            ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
+                        swizzled(smem.q, warp_row + lane % 16, d + lane / 16 * 8));
+        __syncwarp();  // every lane has its elements, whose place is then O's
+        return WorkTile{uniform(work.q_start), uniform(work.head), uniform(work.batch),
+                        uniform(work.num_tiles), uniform(work.last)};
+    };
+
+    // ---- S = Q K^T  [BLOCK_M, BLOCK_N], [64, BLOCK_N] of it in each warpgroup
+    const auto start_s = [&] {
+        wait_for(smem.k_full[place.stage()], place.phase());
+        wgmma_fence(s_acc, q_frag);
+#pragma unroll
+        for (int d = 0; d < HEAD_DIM; d += 16) {
+            const uint64_t k_desc = k_major<PANELS, BLOCK_N>(smem.k[place.stage()], 0, d);
+            if (d < Q_SMEM_DIM)
+                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(s_acc, k_major(smem.q, group_row, d),
+                                                          k_desc, d > 0);
+            else
+                wgmma_m64nNk16<Element, K_MAJOR>(s_acc, q_frag[(d - Q_SMEM_DIM) / 16], k_desc,
+                                                 d > 0);
+        }
+        wgmma_commit_group();
+    };
+
+    // ---- softmax: P = 2^(S - m)
+    // Scales S where the exponential's multiply-add cannot, and hides keys; returns the scale that is
+    // left to do.
+    const auto scale_and_mask = [&](const WorkTile& work, int tile) {
+        // The scale is part of the exponential's multiply-add. All of a row's P share the rounding
+        // error of scale * max, which cancels (for logits up to 2^27). But with a negative scale the
+        // largest S is not the largest logit, and 0 * -inf is NaN.
+        float tile_scale = scale_log2;
+        if (scale_log2 <= 0.0f) {
+            tile_scale = 1.0f;
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s_acc[n][i] *= scale_log2;
+        }
+        // Hidden keys, where the warp's first row has some.
+        const int k_start = tile * BLOCK_N, warp_start = work.q_start + warp_row;
+        if (k_start + BLOCK_N > visible_keys(p, warp_start)) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                // From the lane's first column on.
+                const int row = warp_start + 8 * r + lane / 4;
+                const int keys = visible_keys(p, row) - k_start - 2 * (lane % 4);
+#pragma unroll
+                for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        if (8 * n + i >= keys) s_acc[n][2 * r + i] = -INFINITY;
+            }
+        }
+        return tile_scale;
+    };
+    // Of what s_acc holds of a row.
+    const auto largest = [&](int r) {
+        float x = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) x = fmaxf(x, s_acc[n][2 * r + i]);
+        return quad_max(x);
+    };
+    const auto exponentiate = [&](float tile_scale) {
+        tile_sum[0] = tile_sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                s_acc[n][i] = ex2_approx_ftz(s_acc[n][i] * tile_scale - shift[i / 2]);
+                tile_sum[i / 2] += s_acc[n][i];
+            }
+    };
+
+    // Where S exceeds m by more than P can tell, S is lost, and K may have left shared memory: S of a tile again, from
+    // global memory, by the warp's own mma.sync.
+    const auto compute_s_again = [&](const WorkTile& work, int tile) {
+        const int kv_head = work.head / (p.heads / p.kv_heads);
+        const int row = work.q_start + warp_row + lane / 4, key = tile * BLOCK_N + lane / 4;
+        const auto four = [](const Element* x, int64_t stride, int row, int rows, bool inside) {
+            return inside && uint32_t(row) < uint32_t(rows)
+                       ? *reinterpret_cast<const uint64_t*>(x + row * stride)
+                       : 0;
+        };
+        const Element* q =
+            p.q + work.batch * p.q_stride.batch + work.head * p.q_stride.head + 4 * (lane % 4);
+        const Element* k =
+            p.k + work.batch * p.k_stride.batch + kv_head * p.k_stride.head + 4 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s_acc[n][i] = 0.0f;
+#pragma unroll 1
+        for (int d = 0; d < HEAD_DIM; d += 16) {
+            const bool inside = d + 4 * (lane % 4) < HEAD_DIM;
+            const uint64_t upper = four(q + d, p.q_stride.row, row, p.seq_q, inside),
+                           lower = four(q + d, p.q_stride.row, row + 8, p.seq_q, inside);
+            const uint32_t a[4] = {uint32_t(upper), uint32_t(lower), uint32_t(upper >> 32),
+                                   uint32_t(lower >> 32)};
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n) {
+                const uint64_t b = four(k + d, p.k_stride.row, key + 8 * n, p.seq_k, inside);
+                mma_m16n8k16<Element>(s_acc[n], a, uint32_t(b), uint32_t(b >> 32));
+            }
+        }
+    };
+
+    // ---- raise m to the largest S of a tile, where it is larger: alpha = 2^(m - m')
+    const auto raise_shift = [&](const WorkTile& work, int tile) {
+        const bool lost =
+            __any_sync(0xffffffff, tile_sum[0] > MAX_SCALED_SUM || tile_sum[1] > MAX_SCALED_SUM);
+        float tile_scale = 1.0f, rescale[2];
+        if (lost) {
+            compute_s_again(work, tile);
+            tile_scale = scale_and_mask(work, tile);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float x = largest(r);  // of S, or of P
+            const float tile_max = lost ? x * tile_scale : shift[r] + lg2_approx_ftz(x);
+            const float raised = fmaxf(shift[r], tile_max + HEADROOM);
+            rescale[r] = ex2_approx_ftz(shift[r] - raised);
+            shift[r] = raised;
+        }
+        if (lost) {
+            exponentiate(tile_scale);
+        } else {
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s_acc[n][i] *= rescale[i / 2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) tile_sum[r] *= rescale[r];
+        }
+#pragma unroll
+        for (int n = 0; n < DIM / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) row_sum[r] *= rescale[r];
+    };
+
+    // P as wgmma wants its operand A.
+    const auto convert_p = [&] {
+#pragma unroll
+        for (int j = 0; j < BLOCK_N / 16; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* s = &s_acc[2 * j + i / 2][2 * (i % 2)];
+                p_frag[j][i] = cvt_rn_x2<Element>(s[0], s[1]);
+            }
+    };
+
+    // The tiles that some row of the warpgroup sees.
+    const auto group_tiles = [&](const WorkTile& work) {
+        return visible_tiles(p, work.q_start + group_row + 63);
+    };
+    // The first tile of a work tile, whose S has been started.
+    const auto softmax_first = [&](const WorkTile& work) {
+        wgmma_wait_group<0>(s_acc);
+        release(smem.k_empty[place.stage()]);
+        const float tile_scale = scale_and_mask(work, 0);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float tile_max = largest(r) * tile_scale;
+            // A row that sees no key has m = 0: 2^(-inf + inf) is NaN.
+            shift[r] = tile_max == -INFINITY ? 0.0f : tile_max + HEADROOM;
+        }
+        exponentiate(tile_scale);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) row_sum[r] = tile_sum[r];
+        convert_p();
+        if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O of the work tile before has left
+        if (Q_SMEM_DIM == 0 || group_tiles(work) == 1) release(smem.q_empty);
+        wait_for(smem.v_full[place.stage()], place.phase());
+        ++place.tile;
+    };
+
+    // ---- O += P V  [BLOCK_M, HEAD_DIM], [64, DIM] of it in each warpgroup
+    const auto start_pv = [&](Place v, int tile) {
+        wgmma_fence(o_acc, p_frag);
+#pragma unroll
+        for (int j = 0; j < BLOCK_N; j += 16)
+            wgmma_m64nNk16<Element, MN_MAJOR>(o_acc, p_frag[j / 16],
+                                              mn_major<PANELS, BLOCK_N>(smem.v[v.stage()], j),
+                                              tile > 0 || j > 0);
+        wgmma_commit_group();
+    };
+
+    // ---- write O and lse
+    const auto sum_up = [&] {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            row_sum[r] = quad_sum(row_sum[r]);
+            inverse[r] = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
+        }
+    };
+    const auto write = [&](const WorkTile& work) {
+        const int warp_start = work.q_start + warp_row;
+        // O_PANELS at a time. A warp's 16 rows of a panel, swizzled, are a box. TMA leaves out the
+        // rows past seq_q and the columns past HEAD_DIM, some of which nobody has written.
+#pragma unroll
+        for (int first = 0; first < PANELS; first += O_PANELS) {
+            if (first > 0 || Q_PANELS == 0) {
+                if (lane == 0) cp_async_bulk_wait_group_read<0>();
+                __syncwarp();  // what was there has left
+            }
+            const int end = min(first + O_PANELS, PANELS);
+#pragma unroll
+            for (int n = first * PANEL / 8; n < min(end * PANEL, DIM) / 8; n += 2) {
+                uint32_t o_frag[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* x = &o_acc[n + i / 2][2 * (i % 2)];
+                    o_frag[i] = cvt_rn_x2<Element>(x[0] * inverse[i % 2], x[1] * inverse[i % 2]);
+                }
+                const int d = (PANELS - Q_PANELS - first) * PANEL + 8 * n + lane / 16 * 8;
+                stmatrix_x4(swizzled(smem.q, warp_row + lane % 16, d), o_frag);
+            }
+            fence_proxy_async();  // of each writer, before the barrier
+            __syncwarp();
+            if (lane == 0 && warp_start >= 0) {
+#pragma unroll
+                for (int panel = first; panel < end; ++panel)
+                    cp_async_bulk_tensor_store(p.o_map, PANEL * panel, warp_start, work.head,
+                                               work.batch,
+                                               smem.q[PANELS - Q_PANELS + panel - first][warp_row]);
+                cp_async_bulk_commit_group();
+            }
+        }
+        // log sum exp = (m + log2 l) ln 2; -inf where no key is visible. Of the 4 lanes that know m
+        // and l of two rows, two write one each. After O, whose fence would wait for this store, too.
+        const int r = lane % 4, row = warp_start + 8 * r + lane / 4;
+        if (r < 2 && 0 <= row && row < p.seq_q) {
+            const float l = r == 0 ? row_sum[0] : row_sum[1], m = r == 0 ? shift[0] : shift[1];
+            p.lse[(int64_t(work.batch) * p.heads + work.head) * p.seq_q + row] =
+                l == 0.0f ? -INFINITY : (m + lg2_approx_ftz(l)) * LN_2;
+        }
+    };
+
+    WorkTile work = load_q();
+    wait_for_turn();
+    start_s();
+    pass_turn();
+    softmax_first(work);
+    for (;;) {
+        // ---- for each K/V tile
+        const int last_tile = group_tiles(work) - 1;
+        for (int tile = 1; tile <= last_tile; ++tile, ++place.tile) {
+            wait_for_turn();
+            start_s();
+            start_pv(place.before(), tile - 1);
+            pass_turn();
+            wgmma_wait_group<1>(s_acc);
+            release(smem.k_empty[place.stage()]);
+            if (Q_SMEM_DIM > 0 && tile == last_tile) release(smem.q_empty);
+            exponentiate(scale_and_mask(work, tile));  // while O += P V runs
+            const bool high = tile_sum[0] > MAX_SUM || tile_sum[1] > MAX_SUM;
+            const bool some_high = __any_sync(0xffffffff, high);
+            // The wait for V stands here because ptxas moves no code across a loop that waits:
+            // without it, ptxas lets all of the softmax wait for O.
+            wait_for(smem.v_full[place.stage()], place.phase());
+            wgmma_wait_group<0>(o_acc, p_frag);
+            release(smem.v_empty[place.before().stage()]);
+            if (some_high) raise_shift(work, tile);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) row_sum[r] += tile_sum[r];
+            convert_p();
+        }
+        const Place last_v = place.before();
+        if (CAUSAL && last_tile < work.num_tiles - 1) {  // the others' last tile
+            wait_for_turn();
+            pass_turn();
+            wait_for(smem.k_full[place.stage()], place.phase());
+            __syncwarp();  // a lane still waiting would miss the phases that the release allows
+            release(smem.k_empty[place.stage()]);
+            wait_for(smem.v_full[place.stage()], place.phase());
+            __syncwarp();  // likewise
+            release(smem.v_empty[place.stage()]);
+            ++place.tile;
+        }
+        const WorkTile done = work;
+        wait_for_turn();
+        // O += P V is started in either branch: ptxas serializes a wgmma that is under way where
+        // branches part.
+        if (done.last) {
+            start_pv(last_v, last_tile);
+            pass_turn();
+            sum_up();
+            wgmma_wait_group<0>(o_acc, p_frag);
+            release(smem.v_empty[last_v.stage()]);
+            write(done);
+            break;
+        }
+        start_pv(last_v, last_tile);
+        work = load_q();
+        start_s();
+        pass_turn();
+        sum_up();
+        wgmma_wait_group<1>(o_acc, p_frag);
+        release(smem.v_empty[last_v.stage()]);
+        write(done);  // while S of the next work tile runs
+        softmax_first(work);
+    }
+    if (lane == 0) cp_async_bulk_wait_group_read<0>();
+}
