@@ -24,22 +24,29 @@
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
 
-constexpr int CONSUMERS = HEAD_DIM <= 64 ? 3 : 2;  // warpgroups that compute; one more copies
+constexpr int CONSUMERS = HEAD_DIM <= 96 ? 3 : 2;  // warpgroups that compute; one more copies
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER = 128 * CONSUMERS;  // the thread that starts all copies
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
-constexpr int BLOCK_M = 64 * CONSUMERS;              // query rows, 64 a warpgroup
-constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
-constexpr int NUM_STAGES = HEAD_DIM <= 64 ? 3 : 2;   // tiles of K, and of V, in shared memory
+constexpr int BLOCK_M = 64 * CONSUMERS;  // query rows, 64 a warpgroup
+constexpr int BLOCK_N =                  // keys of a tile
+    HEAD_DIM <= 64    ? 128
+    : HEAD_DIM <= 96  ? 96
+    : HEAD_DIM <= 128 ? 128
+    : HEAD_DIM <= 192 ? 96
+                      : 64;
+constexpr int NUM_STAGES = CONSUMERS;             // tiles of K, and of V, in shared memory
+constexpr int Q_STAGES = HEAD_DIM <= 64 ? 2 : 1;  // and of Q
 constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 // The last panels of Q are kept in registers, as many as there is room for, and O leaves through
 // their place in shared memory; without any it has a panel of its own.
-constexpr int Q_PANELS = HEAD_DIM <= 64 ? 0 : HEAD_DIM <= 128 ? 2 : 1;
+constexpr int Q_PANELS = CONSUMERS == 3 ? 0 : HEAD_DIM <= 128 ? 2 : 1;
 constexpr int Q_SMEM_DIM = (PANELS - Q_PANELS) * PANEL;  // columns of Q that wgmma reads from there
 constexpr int O_PANELS = Q_PANELS == 0 ? 1 : Q_PANELS;
+constexpr int FIRST_O_PANEL = Q_PANELS == 0 ? Q_STAGES * PANELS : PANELS - Q_PANELS;
 constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the others' follow. 0 is that of __syncthreads
 
 // BLOCK_M queries of a head, and how many tiles of keys they see.
@@ -49,26 +56,27 @@ struct WorkTile {
     int last;       // no other one follows
 };
 
-// The place of a tile in the ring of stages, by its number among all tiles of the block's work tiles.
+// The place of a tile in a ring of stages, by its number among all tiles of its kind.
+template <int STAGES>
 struct Place {
-    int tile = 0;
+    int number = 0;
 
-    __device__ int stage() const { return tile % NUM_STAGES; }
-    __device__ int phase() const { return tile / NUM_STAGES; }  // of the stage's barriers
-    __device__ Place before() const { return {tile - 1}; }
+    __device__ int stage() const { return number % STAGES; }
+    __device__ int phase() const { return number / STAGES; }  // of the stage's barriers
+    __device__ Place before() const { return {number - 1}; }
 };
 
 // Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
 template <int NUM_PANELS, int ROWS>
 using Panels = Element[NUM_PANELS][ROWS][PANEL];
 
-struct alignas(1024) SharedMemory {                   // the swizzle's pattern: 8 rows of 128 bytes
-    Panels<PANELS - Q_PANELS + O_PANELS, BLOCK_M> q;  // its last O_PANELS: where O leaves, too
+struct alignas(1024) SharedMemory {                 // the swizzle's pattern: 8 rows of 128 bytes
+    Panels<FIRST_O_PANEL + O_PANELS, BLOCK_M> q_o;  // the stages of Q; its last panels: O
     Panels<PANELS, BLOCK_N> k[NUM_STAGES];
     Panels<PANELS, BLOCK_N> v[NUM_STAGES];
-    Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
-    Mbarrier q_empty, k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every consumer warp has read it
-    WorkTile work;                                               // whose Q has arrived
+    Mbarrier q_full[Q_STAGES], k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
+    Mbarrier q_empty[Q_STAGES], k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it
+    WorkTile work[Q_STAGES];                                               // whose Q has arrived
 };
 
 extern "C" {
@@ -115,24 +123,19 @@ struct Schedule {
         }
     }
 
-    // With a causal mask a work tile is the longer the later its queries are. Then they are sorted
-    // by length within sections of whole heads, downwards in every other section, upwards in the
-    // rest, the last one downwards: so a block's long work tiles are followed by short ones.
+    // The later its queries, the longer a work tile is with a causal mask. So they are sorted by
+    // their queries within sections of whole heads, downwards in every other section, upwards in the
+    // rest, the last one downwards: a block's long work tiles are followed by short ones.
     __device__ WorkTile at(int i) const {
-        int head = i / q_blocks, q_block = i % q_blocks, first_row = 0;
-        if (CAUSAL) {
-            const int section = head / section_heads, first_head = section * section_heads;
-            const int heads = min(section_heads, num_heads - first_head);
-            const int in_section = i - first_head * q_blocks;
-            head = first_head + in_section % heads;
-            q_block = in_section / heads;
-            const bool downwards = ((num_heads - 1) / section_heads - section) % 2 == 0;
-            if (downwards) q_block = q_blocks - 1 - q_block;
-            // A head's block that is not full is the first, which sees the fewest keys. O leaves in
-            // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its
-            // rows.
-            first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
-        }
+        const int section = i / q_blocks / section_heads, first_head = section * section_heads;
+        const int heads = min(section_heads, num_heads - first_head);
+        const int in_section = i - first_head * q_blocks;
+        const int head = first_head + in_section % heads;
+        const bool downwards = ((num_heads - 1) / section_heads - section) % 2 == 0;
+        const int q_block = downwards ? q_blocks - 1 - in_section / heads : in_section / heads;
+        // A head's block that is not full is the first, which sees the fewest keys. O leaves in
+        // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its rows.
+        const int first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
         const int q_start = first_row + q_block * BLOCK_M;
         const bool last = i + gridDim.x >= q_blocks * num_heads;
         return {q_start, head % p.heads, head / p.heads, visible_tiles(p, q_start + BLOCK_M - 1),
@@ -148,8 +151,8 @@ __device__ void wait_for(Mbarrier& barrier, int phase) {
 
 // Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros where the tensor ends, and
 // announces its bytes to the barrier. For one thread.
-template <int NUM_PANELS, int ROWS>
-__device__ void load_tile(Panels<NUM_PANELS, ROWS>& tile, const TensorMap& map, int row, int head,
+template <int ROWS>
+__device__ void load_tile(Element (*tile)[ROWS][PANEL], const TensorMap& map, int row, int head,
                           int batch, Mbarrier& full) {
     mbarrier_arrive_expect_tx(full, PANELS * sizeof(tile[0]));
 #pragma unroll
@@ -175,20 +178,24 @@ __device__ Element* swizzled(Panels<NUM_PANELS, ROWS>& tile, int row, int d) {
     return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
 }
 
-// With a causal mask a warpgroup may have nothing to do with the last tile, but with no other one.
-static_assert(BLOCK_M - 64 <= BLOCK_N && NUM_STAGES >= 2);
+// The last tiles of a work tile may be hidden from a warpgroup's rows. It passes over them while its
+// last product still holds a stage of V, so there must be fewer of them than stages.
+constexpr int MOST_HIDDEN = NUM_STAGES - 1;
+static_assert(!CAUSAL || BLOCK_M - 64 <= MOST_HIDDEN * BLOCK_N);
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
     // The same in all lanes; the shuffles tell the compiler so.
     const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
-    const int warpgroup = uniform(threadIdx.x / 128);
     const int lane = threadIdx.x % 32;
 
     if (threadIdx.x == PRODUCER) {
-        mbarrier_init(smem.q_full, 1);
-        mbarrier_init(smem.q_empty, 4 * CONSUMERS);
+#pragma unroll
+        for (int stage = 0; stage < Q_STAGES; ++stage) {
+            mbarrier_init(smem.q_full[stage], 1);
+            mbarrier_init(smem.q_empty[stage], 4 * CONSUMERS);
+        }
 #pragma unroll
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             mbarrier_init(smem.k_full[stage], 1);
@@ -200,35 +207,37 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     }
     __syncthreads();  // the mbarriers are initialized
 
-    Place place;        // of the next tile of K; V of a tile is needed one tile later
-    int num_begun = 0;  // work tiles: phases of Q's barriers
+    Place<NUM_STAGES> place;  // of the next tile of K; V of a tile is needed one tile later
+    Place<Q_STAGES> q_place;  // of the next work tile's Q
 
     // ======== the producer: one thread copies, for all work tiles, K of a tile, then V of the tile
     // before, as the consumers need them ========
-    if (warpgroup == CONSUMERS) {
+    if (uniform(threadIdx.x / 128) == CONSUMERS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x != PRODUCER) return;
         const Schedule schedule(p);
         int v_row, v_head, v_batch;  // of the tile before
         const auto load_v = [&] {
-            const Place before = place.before();
+            const Place<NUM_STAGES> before = place.before();
             wait_for(smem.v_empty[before.stage()], before.phase() - 1);
-            load_tile<PANELS, BLOCK_N>(smem.v[before.stage()], p.v_map, v_row, v_head, v_batch,
-                                       smem.v_full[before.stage()]);
+            load_tile<BLOCK_N>(smem.v[before.stage()], p.v_map, v_row, v_head, v_batch,
+                               smem.v_full[before.stage()]);
         };
         for (int i = blockIdx.x, last = 0; !last; i += gridDim.x) {
             const WorkTile work = schedule.at(i);
             const int kv_head = work.head / (p.heads / p.kv_heads);
-            for (int tile = 0; tile < work.num_tiles; ++tile, ++place.tile) {
+            for (int tile = 0; tile < work.num_tiles; ++tile, ++place.number) {
                 wait_for(smem.k_empty[place.stage()], place.phase() - 1);
-                load_tile<PANELS, BLOCK_N>(smem.k[place.stage()], p.k_map, tile * BLOCK_N, kv_head,
-                                           work.batch, smem.k_full[place.stage()]);
-                if (place.tile > 0) load_v();
+                load_tile<BLOCK_N>(smem.k[place.stage()], p.k_map, tile * BLOCK_N, kv_head,
+                                   work.batch, smem.k_full[place.stage()]);
+                if (place.number > 0) load_v();
                 if (tile == 0) {
-                    wait_for(smem.q_empty, num_begun - 1);
-                    smem.work = work;
-                    load_tile(smem.q, p.q_map, work.q_start, work.head, work.batch, smem.q_full);
-                    ++num_begun;
+                    const int stage = q_place.stage();
+                    wait_for(smem.q_empty[stage], q_place.phase() - 1);
+                    smem.work[stage] = work;
+                    load_tile<BLOCK_M>(&smem.q_o[stage * PANELS], p.q_map, work.q_start, work.head,
+                                       work.batch, smem.q_full[stage]);
+                    ++q_place.number;
                 }
                 v_row = tile * BLOCK_N, v_head = kv_head, v_batch = work.batch;
             }
@@ -240,8 +249,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     // ======== the consumers: a warpgroup computes 64 rows of each work tile ========
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    const int group_row = 64 * warpgroup;                 // of the block, the warpgroup's first
-    const int warp_row = 16 * uniform(threadIdx.x / 32);  // and the warp's
+    const int warp = uniform(threadIdx.x / 32), warpgroup = warp / 4;
+    const int group_row = 64 * warpgroup;  // of the block, the warpgroup's first
+    const int warp_row = 16 * warp;        // and the warp's
     const auto release = [&](Mbarrier& empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
@@ -268,16 +278,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     // ---- load Q: what goes to registers, and the work tile that it belongs to
     const auto load_q = [&] {
-        wait_for(smem.q_full, num_begun);
-        ++num_begun;
-        const WorkTile work = smem.work;
+        wait_for(smem.q_full[q_place.stage()], q_place.phase());
+        const WorkTile work = smem.work[q_place.stage()];
 #pragma unroll
         for (int d = Q_SMEM_DIM; d < DIM; d += 16)
             ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
-                        swizzled(smem.q, warp_row + lane % 16, d + lane / 16 * 8));
+                        swizzled(smem.q_o, warp_row + lane % 16, d + lane / 16 * 8));
         __syncwarp();  // every lane has its elements, whose place is then O's
         return WorkTile{uniform(work.q_start), uniform(work.head), uniform(work.batch),
                         uniform(work.num_tiles), uniform(work.last)};
+    };
+
+    // Every product that reads Q from shared memory has ended.
+    const auto release_q = [&] {
+        release(smem.q_empty[q_place.stage()]);
+        ++q_place.number;
     };
 
     // ---- S = Q K^T  [BLOCK_M, BLOCK_N], [64, BLOCK_N] of it in each warpgroup
@@ -288,8 +303,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         for (int d = 0; d < HEAD_DIM; d += 16) {
             const uint64_t k_desc = k_major<PANELS, BLOCK_N>(smem.k[place.stage()], 0, d);
             if (d < Q_SMEM_DIM)
-                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(s_acc, k_major(smem.q, group_row, d),
-                                                          k_desc, d > 0);
+                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(
+                    s_acc, k_major(smem.q_o, group_row, q_place.stage() * PANELS * PANEL + d),
+                    k_desc, d > 0);
             else
                 wgmma_m64nNk16<Element, K_MAJOR>(s_acc, q_frag[(d - Q_SMEM_DIM) / 16], k_desc,
                                                  d > 0);
@@ -359,9 +375,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
     };
 
-    // The tiles that some row of the warpgroup sees.
+    // The tiles that some row of the warpgroup sees, and for a warpgroup before the first row at
+    // least as few as it can do with.
     const auto group_tiles = [&](const WorkTile& work) {
-        return visible_tiles(p, work.q_start + group_row + 63);
+        const int last_row = work.q_start + group_row + 63;
+        return CAUSAL || last_row >= 0 ? visible_tiles(p, last_row)
+                                       : max(1, work.num_tiles - MOST_HIDDEN);
     };
     // The first tile of a work tile, whose S has been started.
     const auto softmax_first = [&](const WorkTile& work) {
@@ -371,14 +390,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         for (int r = 0; r < 2; ++r) row_max[r] = -INFINITY, row_sum[r] = 0.0f;
         softmax(work, 0);
         convert_p();
-        if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O of the work tile before has left
-        if (Q_SMEM_DIM == 0 || group_tiles(work) == 1) release(smem.q_empty);
+        if (Q_PANELS > 0 && lane == 0) cp_async_bulk_wait_group_read<0>();  // O has left Q's place
+        if (Q_SMEM_DIM == 0 || group_tiles(work) == 1) release_q();
         wait_for(smem.v_full[place.stage()], place.phase());
-        ++place.tile;
+        ++place.number;
     };
 
     // ---- O += P V  [BLOCK_M, HEAD_DIM], [64, DIM] of it in each warpgroup
-    const auto start_pv = [&](Place v, int tile) {
+    const auto start_pv = [&](Place<NUM_STAGES> v, int tile) {
         wgmma_fence(o_acc, p_frag);
 #pragma unroll
         for (int j = 0; j < BLOCK_N; j += 16)
@@ -415,8 +434,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                     const float* x = &o_acc[n + i / 2][2 * (i % 2)];
                     o_frag[i] = cvt_rn_x2<Element>(x[0] * inverse[i % 2], x[1] * inverse[i % 2]);
                 }
-                const int d = (PANELS - Q_PANELS - first) * PANEL + 8 * n + lane / 16 * 8;
-                stmatrix_x4(swizzled(smem.q, warp_row + lane % 16, d), o_frag);
+                const int d = (FIRST_O_PANEL - first) * PANEL + 8 * n + lane / 16 * 8;
+                stmatrix_x4(swizzled(smem.q_o, warp_row + lane % 16, d), o_frag);
             }
             fence_proxy_async();  // of each writer, before the barrier
             __syncwarp();
@@ -425,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 for (int panel = first; panel < end; ++panel)
                     cp_async_bulk_tensor_store(p.o_map, PANEL * panel, warp_start, work.head,
                                                work.batch,
-                                               smem.q[PANELS - Q_PANELS + panel - first][warp_row]);
+                                               smem.q_o[FIRST_O_PANEL + panel - first][warp_row]);
                 cp_async_bulk_commit_group();
             }
         }
@@ -447,14 +466,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     for (;;) {
         // ---- for each K/V tile
         const int last_tile = group_tiles(work) - 1;
-        for (int tile = 1; tile <= last_tile; ++tile, ++place.tile) {
+        for (int tile = 1; tile <= last_tile; ++tile, ++place.number) {
             wait_for_turn();
             start_s();
             start_pv(place.before(), tile - 1);
             pass_turn();
             wgmma_wait_group<1>(s_acc);
             release(smem.k_empty[place.stage()]);
-            if (Q_SMEM_DIM > 0 && tile == last_tile) release(smem.q_empty);
+            if (Q_SMEM_DIM > 0 && tile == last_tile) release_q();
             softmax(work, tile);  // while O += P V runs
             // The wait for V stands here because ptxas moves no code across a loop that waits:
             // without it, ptxas lets all of the softmax wait for O.
@@ -467,8 +486,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
             convert_p();
         }
-        const Place last_v = place.before();
-        if (CAUSAL && last_tile < work.num_tiles - 1) {  // the others' last tile
+        const Place<NUM_STAGES> last_v = place.before();
+        for (int tile = last_tile + 1; tile < work.num_tiles; ++tile, ++place.number) {
+            // The others' tile.
             wait_for_turn();
             pass_turn();
             wait_for(smem.k_full[place.stage()], place.phase());
@@ -477,7 +497,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             wait_for(smem.v_full[place.stage()], place.phase());
             __syncwarp();  // likewise
             release(smem.v_empty[place.stage()]);
-            ++place.tile;
         }
         const WorkTile done = work;
         wait_for_turn();
