@@ -123,16 +123,20 @@ struct Schedule {
         }
     }
 
-    // The later its queries, the longer a work tile is with a causal mask. So they are sorted by
-    // their queries within sections of whole heads, downwards in every other section, upwards in the
+    // With a causal mask a work tile is the longer the later its queries are. Then they are sorted
+    // by length within sections of whole heads, downwards in every other section, upwards in the
     // rest, the last one downwards: a block's long work tiles are followed by short ones.
     __device__ WorkTile at(int i) const {
-        const int section = i / q_blocks / section_heads, first_head = section * section_heads;
-        const int heads = min(section_heads, num_heads - first_head);
-        const int in_section = i - first_head * q_blocks;
-        const int head = first_head + in_section % heads;
-        const bool downwards = ((num_heads - 1) / section_heads - section) % 2 == 0;
-        const int q_block = downwards ? q_blocks - 1 - in_section / heads : in_section / heads;
+        int head = i / q_blocks, q_block = i % q_blocks;
+        if (CAUSAL) {
+            const int section = head / section_heads, first_head = section * section_heads;
+            const int heads = min(section_heads, num_heads - first_head);
+            const int in_section = i - first_head * q_blocks;
+            head = first_head + in_section % heads;
+            q_block = in_section / heads;
+            const bool downwards = ((num_heads - 1) / section_heads - section) % 2 == 0;
+            if (downwards) q_block = q_blocks - 1 - q_block;
+        }
         // A head's block that is not full is the first, which sees the fewest keys. O leaves in
         // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its rows.
         const int first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
@@ -272,6 +276,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     constexpr int Q_STEPS = Q_PANELS == 0 ? 1 : (DIM - Q_SMEM_DIM) / 16;
     uint32_t q_frag[Q_STEPS][4];  // [16, 16] each, of the warp's rows
+    uint64_t q_desc;              // the warpgroup's rows of what wgmma reads from shared memory
     float s_acc[BLOCK_N / 8][4];
     uint32_t p_frag[BLOCK_N / 16][4];
     float shift[2], rescale[2];
@@ -280,6 +285,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const auto load_q = [&] {
         wait_for(smem.q_full[q_place.stage()], q_place.phase());
         const WorkTile work = smem.work[q_place.stage()];
+        q_desc = k_major(smem.q_o, group_row, q_place.stage() * PANELS * PANEL);
 #pragma unroll
         for (int d = Q_SMEM_DIM; d < DIM; d += 16)
             ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
@@ -304,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             const uint64_t k_desc = k_major<PANELS, BLOCK_N>(smem.k[place.stage()], 0, d);
             if (d < Q_SMEM_DIM)
                 wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(
-                    s_acc, k_major(smem.q_o, group_row, q_place.stage() * PANELS * PANEL + d),
+                    s_acc, q_desc + (d / PANEL * sizeof(smem.q_o[0]) + 2 * (d % PANEL)) / 16,
                     k_desc, d > 0);
             else
                 wgmma_m64nNk16<Element, K_MAJOR>(s_acc, q_frag[(d - Q_SMEM_DIM) / 16], k_desc,
