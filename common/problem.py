@@ -87,6 +87,24 @@ def _grid() -> Iterator[tuple[str, Problem]]:
 
 
 GRID = dict(_grid())  # by a cell's name
+
+# Kinds of inputs, which verify/inputs.py defines. Of the normal ones by the logits' deviation.
+NORMAL = {f"normal_{std}": std for std in (1, 2, 4, 8, 16)}
+INPUTS = (*NORMAL, "later_keys_larger", "own_key", "first_key_sink", "equal_keys")
+
+
+def _distributions() -> Iterator[tuple[str, tuple[Problem, str]]]:
+    seq = 4096
+    for head_dim, causal, dtype, inputs in product(
+        (64, 128, 256), (False, True), ("bf16", "fp16"), INPUTS
+    ):
+        heads = HIDDEN // head_dim
+        shape = Shape(TOKENS // seq, heads, heads, seq, seq, head_dim)
+        name = f"d{head_dim}{'_causal' if causal else ''}_{dtype}_{inputs}"
+        yield name, (Problem(shape, dtype, causal), inputs)
+
+
+DISTRIBUTIONS = dict(_distributions())  # by a cell's name: the problem and the kind of inputs
 LATENCY = {
     f"n{seq}{'_causal' if causal else ''}": Problem(Shape(1, 16, 16, seq, seq, 128), "bf16", causal)
     for seq, causal in product((128, 256, 512, 1024), (False, True))

@@ -88,9 +88,9 @@ def peak_memory(call: Callable[[], object]) -> tuple[object, int]:
     return result, torch.cuda.max_memory_allocated() - before
 
 
-def require_right(name: str, trial: Trial, case: Case, expected: Expected) -> None:
+def require_right(name: str, errors: dict[str, float], case: Case, expected: Expected) -> None:
     """Raises UsageError where an output differs from the oracle by more than the case allows."""
-    for output, error in trial.errors.items():
+    for output, error in errors.items():
         allowed = expected.allowances[f"{output} max"]
         if not error <= allowed:  # as for NaN
             raise UsageError(

@@ -6,6 +6,8 @@
     peers.sdpa_cudnn.time_ms : .3f       of the latest run
     experiments.v04_no_padding.gain : .2f
     grid.d64_causal_4096.v07 : .1f       TFLOP/s of a step or a peer in a cell of the grid
+    distributions.d64_causal_fp16_normal_4.v10           likewise
+    distributions.d64_causal_fp16_normal_4.rescaled      a share of a cell
     v06.sass.attention_forward.HMMA      one of derived.static_derived
     v06.banks.ldmatrix_x4.conflicts
 
@@ -21,7 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..problem import GRID
+from ..problem import DISTRIBUTIONS, GRID
+from ..record_schema import SHARES
 from .derived import derived, static_derived
 from .record_set import CHANGED, NOT_MEASURED, RecordSet
 
@@ -31,6 +34,7 @@ _EXPRESSION = re.compile(
     r"\s*(?::\s*(?P<format>\S+)\s*)?"
 )
 _STATIC = {"sass", "banks"}
+_CELLS = {"grid": GRID, "distributions": DISTRIBUTIONS}  # by the record set's attribute
 _TIMES = {"time_ms", "time_p25_ms", "time_p75_ms", "tflops"}
 
 
@@ -83,8 +87,8 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
     if text[0].isdigit():
         return _Value(float(text))
     name, *keys = text.split(".")
-    if name == "grid":
-        return _cell_rate(record_set, keys, text)
+    if name in _CELLS:
+        return _cell_number(record_set, name, keys, text)
     if name == "peers":
         return _walk(record_set.newest, derived, ["peers", *keys], text)
     sources, recorded, derive = record_set.steps, record_set.measured, derived
@@ -99,18 +103,23 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
     return _walk(recorded.records.get(name), derive, keys, text)
 
 
-def _cell_rate(record_set: RecordSet, keys: list[str], text: str) -> _Value:
+def _cell_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -> _Value:
+    names = list(_CELLS[kind])
     if len(keys) != 2:
-        raise UsageError(f"'{text}' does not read like 'grid.d128_causal_4096.v07'")
+        raise UsageError(f"'{text}' does not read like '{kind}.{names[0]}.v07'")
     cell_name, name = keys
-    _require(cell_name, list(GRID), text)
-    grid = record_set.grid
-    cells = {cell["name"]: cell for cell in grid.record["cells"]} if grid else {}
-    if grid is None or cell_name not in cells:
+    _require(cell_name, names, text)
+    measured = getattr(record_set, kind)
+    cells = {cell["name"]: cell for cell in measured.record["cells"]} if measured else {}
+    if cell_name not in cells:
         raise _Unavailable(NOT_MEASURED)
     cell = cells[cell_name]
-    if name in grid.stale:
+    if name in measured.stale:
         raise _Unavailable(CHANGED)
+    if name in SHARES and name in cell:
+        if cell[name] is None:
+            raise _Unavailable(NOT_MEASURED)
+        return _Value(cell[name])
     if name not in cell["tflops"] and name in [step.name for step in record_set.steps]:
         raise _Unavailable(NOT_MEASURED)
     _require(name, list(cell["tflops"]), text)

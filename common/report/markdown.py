@@ -2,9 +2,10 @@
 
 Generated text stands between HTML comments, which render invisibly:
 
-    <!-- table: results -->…<!-- end -->          or memory, peers, grid, latency, counters,
-                                                  sass, banks, resources v04, experiments v04, and
-                                                  with its letter, results v, those of a ladder
+    <!-- table: results -->…<!-- end -->          or memory, peers, grid, distributions,
+                                                  latency, counters, sass, banks, resources v04,
+                                                  experiments v04, and with its letter, results v,
+                                                  those of a ladder
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
 They show the H200's records and the static ones; in the results table those of any other GPU
@@ -36,6 +37,7 @@ TABLES = {
     "memory": tables.memory,
     "peers": tables.peers,
     "grid": tables.grid,
+    "distributions": tables.distributions,
     "latency": tables.latency,
     "counters": tables.counters,
     "sass": tables.sass,

@@ -16,11 +16,13 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from ..problem import NORMAL
 from ..record_schema import NUMBER
 from ..text import label
-from .derived import derived
+from .derived import derived, peer_ratios
 from .diagrams.svg import INK
-from .record_set import Grid, RecordSet
+from .record_set import Cells, RecordSet
+from .rows import latest_steps
 
 RULE = "#d8dee4"  # of the grid behind the data
 STEP_COLOR, PEER_COLOR = "#2f6fb0", "#b6bec8"
@@ -81,6 +83,8 @@ def render_plots(record_set: RecordSet) -> dict[str, str]:
     data: dict[str, object] = {"steps.svg": steps, "roofline.svg": steps}
     if grid:
         data["grid.svg"] = [sorted(grid.stale), grid.record]
+    if distributions := record_set.distributions:
+        data["distributions.svg"] = [sorted(distributions.stale), distributions.record]
     return {name: _svg(plot, data[name]) for name, plot in draw_plots(record_set).items()}
 
 
@@ -111,6 +115,8 @@ def draw_plots(record_set: RecordSet) -> dict[str, Figure]:
                 drawn["roofline.svg"] = _roofline(record_set, ceilings)
         if record_set.grid:
             drawn["grid.svg"] = _grid(record_set.grid)
+        if record_set.distributions and latest_steps(record_set, record_set.distributions.record):
+            drawn["distributions.svg"] = _distributions(record_set, record_set.distributions)
     return drawn
 
 
@@ -205,7 +211,7 @@ def _roofline(record_set: RecordSet, ceilings: Ceilings) -> Figure:
     return figure
 
 
-def _grid(grid: Grid) -> Figure:
+def _grid(grid: Cells) -> Figure:
     """TFLOP/s over the sequence length, in a panel for each mask and head dimension."""
     cells = grid.record["cells"]
     columns = list(dict.fromkeys(_heads(cell) for cell in cells))
@@ -247,7 +253,7 @@ def _highest(grid: dict) -> float:
     return max(rate for rate in rates if isinstance(rate, NUMBER))
 
 
-def _grid_panel(axes: Axes, grid: Grid, cells: list[dict]) -> dict[str, Line2D]:
+def _grid_panel(axes: Axes, grid: Cells, cells: list[dict]) -> dict[str, Line2D]:
     """Draws cells that differ in seq only; returns the lines that the legend explains, by label."""
     steps = list(grid.record["sources"])
     peers = [name for name in grid.record["cells"][0]["tflops"] if name not in steps]
@@ -286,6 +292,78 @@ def _label_ends(axes: Axes, lines: dict[str, Line2D], stale: frozenset[str]) -> 
         text = label(name, stale=name in stale)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # before the ceiling
         axes.text(1.2 * x, lowest, text, color=STEP_COLOR, fontsize=8, va="center", bbox=box)
+
+
+def _distributions(record_set: RecordSet, measured: Cells) -> Figure:
+    """The last two steps over the fastest peer, in a panel for each dtype and head dimension.
+
+    Over the logits' standard deviation, then at the inputs that have none.
+    """
+    record = measured.record
+    dtypes, head_dims, inputs = (
+        list(dict.fromkeys(cell[key] for cell in record["cells"]))
+        for key in ("dtype", "head_dim", "inputs")
+    )
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    panels = figure.subplots(len(dtypes), len(head_dims), sharex=True, sharey=True, squeeze=False)
+    lines: dict[str, Line2D] = {}
+    for row, dtype in zip(panels, dtypes, strict=True):
+        row[0].set_ylabel(f"{dtype}: over the fastest peer")
+        for axes, head_dim in zip(row, head_dims, strict=True):
+            shown = [
+                cell
+                for cell in record["cells"]
+                if (cell["dtype"], cell["head_dim"]) == (dtype, head_dim)
+            ]
+            axes.axhline(1, color=INK, linestyle="--", linewidth=1.2)
+            axes.grid(color=RULE)
+            for name, color in zip(
+                latest_steps(record_set, record), (STEP_COLOR, FP32_COLOR), strict=False
+            ):
+                ratios = peer_ratios(record, name)
+                for causal in (False, True):
+                    points = {
+                        cell["inputs"]: ratios[cell["name"]]
+                        for cell in shown
+                        if cell["causal"] == causal and cell["name"] in ratios
+                    }
+                    what = label(name, stale=name in measured.stale)
+                    key = f"{what}, {'causal' if causal else 'no mask'}"
+                    for line in _curve(axes, inputs, points, color, hollow=causal):
+                        lines[key] = line
+    for axes, head_dim in zip(panels[0], head_dims, strict=True):
+        axes.set_title(f"head_dim {head_dim}")
+    ticks = [f"std {NORMAL[name]}" if name in NORMAL else name.replace("_", " ") for name in inputs]
+    for axes in panels[-1]:
+        axes.set_xticks(range(len(inputs)), ticks, rotation=60, ha="right", rotation_mode="anchor")
+    panels[0][0].set_ylim(bottom=0)
+    figure.suptitle(
+        f"{record['device']}, N = {record['cells'][0]['seq']}: rate over the fastest peer's, by "
+        "the inputs; std is that of normally distributed logits",
+        fontsize=11,
+    )
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines))
+    return figure
+
+
+def _curve(
+    axes: Axes, inputs: list[str], points: dict[str, float], color: str, *, hollow: bool
+) -> list[Line2D]:
+    """A line through the points of normally distributed inputs, the others by themselves."""
+    style = {
+        "color": color,
+        "marker": "o",
+        "markersize": 4.5,
+        "markerfacecolor": "white" if hollow else color,
+        "linewidth": 1.4,
+    }
+    drawn = []
+    for normal, line in ((False, "none"), (True, ":" if hollow else "-")):
+        chosen = [name for name in points if (name in NORMAL) == normal]
+        if chosen:
+            x, y = [inputs.index(name) for name in chosen], [points[name] for name in chosen]
+            drawn += axes.plot(x, y, linestyle=line, **style)
+    return drawn
 
 
 def _work(record_set: RecordSet) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..metrics import smem_bytes, spill_bytes
 from ..operation import operation_of
-from ..record_schema import NUMBER
-from .derived import FA3, derived, grid_ratios, readable, static_derived, top_stalls
+from ..record_schema import NUMBER, SHARES
+from .derived import FA3, derived, peer_ratios, readable, static_derived, top_stalls
 from .record_set import CHANGED, NOT_MEASURED, STALE, RecordSet
 
 Row = dict[str, Any]
@@ -118,7 +118,7 @@ def grid(record_set: RecordSet) -> list[Row]:
     names = measured + [
         name for name in record["cells"][0]["tflops"] if name not in record["sources"]
     ]
-    ratios = grid_ratios(record, measured[-1])
+    ratios = peer_ratios(record, measured[-1])
     keys = ("name", "head_dim", "causal", "batch", "heads", "kv_heads", "seq")
     return [
         {
@@ -128,6 +128,42 @@ def grid(record_set: RecordSet) -> list[Row]:
         }
         for cell in record["cells"]
     ]
+
+
+def distributions(record_set: RecordSet) -> list[Row]:
+    """A row for each kind of inputs, dtype and mask; by_head_dim has what a cell says.
+
+    ratio and before are the rates of the last step and of the one before it over the fastest
+    peer's, rescaled and redone shares of the work tiles; each is None where it is missing.
+    """
+    if record_set.distributions is None:
+        return []
+    record = record_set.distributions.record
+    last = latest_steps(record_set, record)
+    if not last:
+        return []
+    ratios, before, *_ = *(peer_ratios(record, name) for name in last), {}
+    by_row: dict[tuple, Row] = {}
+    for cell in record["cells"]:
+        key = (cell["inputs"], cell["dtype"], cell["causal"])
+        row = by_row.setdefault(
+            key, {**dict(zip(("inputs", "dtype", "causal"), key, strict=True)), "by_head_dim": {}}
+        )
+        row["by_head_dim"][str(cell["head_dim"])] = {
+            "ratio": ratios.get(cell["name"]),
+            "before": before.get(cell["name"]),
+            **{share: cell[share] for share in SHARES},
+        }
+    order = list(dict.fromkeys(cell["inputs"] for cell in record["cells"]))
+    return sorted(
+        by_row.values(), key=lambda row: (order.index(row["inputs"]), row["dtype"], row["causal"])
+    )
+
+
+def latest_steps(record_set: RecordSet, record: dict) -> list[str]:
+    """The last step of the ladder in a record of cells, then the one before it, if any."""
+    measured = [step.name for step in record_set.steps if step.name in record["sources"]]
+    return measured[:-3:-1]
 
 
 def _number(value: object) -> float | None:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..metrics import OPCODES
+from ..record_schema import SHARES
 from ..text import kib, label, markdown, megabytes
 from . import rows
-from .derived import grid_ratios
-from .record_set import CHANGED, NOT_MEASURED, RecordSet
-from .rows import Row
+from .derived import peer_ratios
+from .record_set import CHANGED, NOT_MEASURED, Cells, RecordSet
+from .rows import Row, latest_steps
 
 Cell = Callable[[Row], str]  # the text of one column in a row
 Show = Callable[[Any], str]  # the text of one value
@@ -123,7 +124,6 @@ def grid(record_set: RecordSet) -> str:
     measured = record_set.grid
     assert measured is not None
     record = measured.record
-    cells = record["cells"]
     labels = {name: label(name, stale=name in measured.stale) for name in found[0]["tflops"]}
     last = [name for name in labels if name in record["sources"]][-1]
     columns = {
@@ -136,22 +136,92 @@ def grid(record_set: RecordSet) -> str:
         },
         f">{labels[last]} / fastest peer": _value("ratio", _bold_from_one),
     }
-    environments = [cell["environment"] for cell in cells]
-    states = [environments[0]["before"], *(environment["after"] for environment in environments)]
+    return _table(columns, found) + (
+        f"\n\n{labels[last]} over the fastest peer: {_summary(peer_ratios(record, last))}. "
+        f"TFLOP/s on the {record['device']} in {record['dtype']}, inputs normally distributed; "
+        "where the mask is causal, half of the operations are counted. "
+        f"{_how_measured(measured, last)}"
+    )
+
+
+def distributions(record_set: RecordSet) -> str:
+    """A row for each kind of inputs, dtype and mask: the last two steps over the fastest peer."""
+    found = rows.distributions(record_set)
+    if not found:
+        return NOT_MEASURED
+    measured = record_set.distributions
+    assert measured is not None
+    record = measured.record
+    last, *before = latest_steps(record_set, record)
+    names = " ".join(
+        f"({name})" if name in before else name
+        for name in (label(name, stale=name in measured.stale) for name in (last, *before))
+    )
+    shares_known = any(cell[share] is not None for cell in record["cells"] for share in SHARES)
+    columns = {"Inputs": _value("inputs", _code), "dtype": _value("dtype"), "Mask": _mask}
+    for head_dim in dict.fromkeys(str(cell["head_dim"]) for cell in record["cells"]):
+        columns[f">D {head_dim}: {names}"] = _ratios(head_dim)
+        if shares_known:
+            columns[f">D {head_dim}: rescaled, redone"] = _shares(head_dim)
+    shape = record["cells"][0]
+    shares = (
+        "Rescaled and redone: the shares of the work tiles in which a row's shift was raised, and "
+        f"in which some tile of S was computed again, counted in {record['repairs']['step']}. "
+        if shares_known
+        else "How many work tiles were rescaled or done again: not measured. "
+    )
+    return _table(columns, found) + (
+        f"\n\n{label(last, stale=last in measured.stale)} over the fastest peer: "
+        f"{_summary(peer_ratios(record, last))}. {record['device']}; batch {shape['batch']}, "
+        f"N {shape['seq']}, {shape['heads'] * shape['head_dim']} / D heads. {shares}"
+        "normal_s: normally distributed inputs, where s is the standard deviation of the logits; "
+        "later_keys_larger: it is 2, and 8 from key 256 on; own_key: each query lies near a key of "
+        "its own; first_key_sink: the first key takes nearly all weight; equal_keys: all keys are "
+        f"the same ([inputs.py](verify/inputs.py)). {_how_measured(measured, last)}"
+    )
+
+
+def _ratios(head_dim: str) -> Cell:
+    def cell(row: Row) -> str:
+        found = row["by_head_dim"].get(head_dim)
+        if found is None:
+            return ""
+        ratio = "missing" if found["ratio"] is None else _bold_from_one(found["ratio"])
+        return ratio if found["before"] is None else f"{ratio} ({found['before']:.3f})"
+
+    return cell
+
+
+def _shares(head_dim: str) -> Cell:
+    def cell(row: Row) -> str:
+        found = row["by_head_dim"].get(head_dim, {})
+        return ", ".join(_percent(found[share]) for share in SHARES if found.get(share) is not None)
+
+    return cell
+
+
+def _percent(share: float) -> str:
+    """0 % only for none, and 100 % only for all."""
+    if 0 < share < 0.01:
+        return "< 1 %"
+    return "> 99 %" if 0.99 < share < 1 else f"{share:.0%}".replace("%", " %")
+
+
+def _how_measured(measured: Cells, step: str) -> str:
+    """The end of the caption of a table of cells."""
+    cells = measured.record["cells"]
+    states = [cells[0]["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
     rounds = {len(samples) for cell in cells for samples in cell["samples_ms"].values()}
     least, most = min(rounds), max(rounds)
     text = (
-        f"\n\n{labels[last]} over the fastest peer: {_summary(grid_ratios(record, last))}. "
-        f"TFLOP/s on the {record['device']} in {record['dtype']}; where the mask is causal, half "
-        "of the operations are counted. "
-        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds a row, L2 "
-        "flushed before each call. In bold: no slower than the fastest peer. "
+        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds a cell, "
+        "L2 flushed before each call. In bold: no slower than the fastest peer. "
         f"{_device_states(states)}"
     )
     if measured.previous:
-        before = _summary(grid_ratios(measured.previous, last))
+        before = _summary(peer_ratios(measured.previous, step))
         text += f" In the run before, of the same sources: {before}."
-    return _table(columns, found) + text
+    return text
 
 
 def _heads(row: Row) -> str:
@@ -168,8 +238,9 @@ def _summary(ratios: dict[str, float]) -> str:
     if not ratios:
         return NOT_MEASURED
     smallest = min(ratios, key=ratios.__getitem__)
+    mean = statistics.geometric_mean(ratios.values())
     return (
-        f"geometric mean of {len(ratios)} rows {statistics.geometric_mean(ratios.values()):.3f} ×, "
+        f"geometric mean of {len(ratios)} cells {mean:.3f} ×, "
         f"smallest {ratios[smallest]:.3f} × ({smallest})"
     )
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from common.bench import grid, timing, trial
+from common.bench import cells, grid, timing, trial
 from common.bench.peers import Peer
 from common.catalog import all_steps
 from common.errors import UsageError
@@ -101,16 +101,16 @@ def without_a_gpu(monkeypatch):
         return {"sdpa_cudnn": "no such shape", "sdpa_flash": Peer(lambda: o, "torch")}
 
     monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
-    monkeypatch.setattr(grid, "load", load)
+    monkeypatch.setattr(cells, "load", load)
     monkeypatch.setattr(timing, "device_state", lambda: "not collected")
-    monkeypatch.setattr(grid, "_seconds", lambda calls: 0.2)
+    monkeypatch.setattr(cells, "_seconds", lambda calls: 0.2)
     monkeypatch.setattr(
         timing, "time_interleaved", lambda calls, rounds: {name: [2.0] * rounds for name in calls}
     )
 
 
 def test_measured_cell(without_a_gpu):
-    cell = grid.measure_cell(TorchBackend(), [V02, V03], TINY)
+    cell = grid.measure_shape(TorchBackend(), [V02, V03], TINY)
     assert find_error(cell, CELL) is None
     rate = 2 * 2 * 96**2 * 64 / 2e9
     assert cell["tflops"] == {
@@ -127,19 +127,19 @@ def test_measured_cell(without_a_gpu):
     ("round_seconds", "rounds"), [(0.001, 30), (0.1, 30), (0.2, 15), (0.3, 10), (5.0, 10)]
 )
 def test_rounds_follow_from_the_time_of_one(round_seconds, rounds):
-    assert grid.affordable_rounds(round_seconds) == rounds
+    assert cells.affordable_rounds(round_seconds) == rounds
 
 
 @pytest.mark.parametrize("where", [(...,), (0, 0, 0, 0), (0, 1, 95, 63), (0, 0, slice(32, 48))])
 @pytest.mark.parametrize("error", [0.1, float("nan")])
 def test_a_wrong_step_is_not_timed(without_a_gpu, error, where):
     with pytest.raises(UsageError, match="v02 is wrong on tiny"):
-        grid.measure_cell(TorchBackend(error, where), [V02], TINY)
+        grid.measure_shape(TorchBackend(error, where), [V02], TINY)
 
 
 def test_no_step_is_no_cell(without_a_gpu):
     with pytest.raises(UsageError, match="v03 takes head_dim 128"):
-        grid.measure_cell(TorchBackend(), [V03], TINY)
+        grid.measure_shape(TorchBackend(), [V03], TINY)
 
 
 def test_everything_is_built_first():
@@ -147,7 +147,7 @@ def test_everything_is_built_first():
     built = []
     backend = SimpleNamespace(build=lambda *job: built.append(job))
     narrow = replace(V02, limits=replace(V02.limits, highest_head_dim=128))
-    grid.build_all(backend, [V01, narrow], grid.CELLS)
+    cells.build_all(backend, [V01, narrow], grid.CELLS)
     expected = [
         (step, Specialization(head_dim, "bf16", causal))
         for step in (V01, narrow)
@@ -163,7 +163,7 @@ def test_what_cannot_be_built_stops_the_grid():
         raise UsageError("nvcc cannot compile v01_naive.cu")
 
     with pytest.raises(UsageError, match="nvcc cannot compile"):
-        grid.build_all(SimpleNamespace(build=build), [V01], grid.CELLS)
+        cells.build_all(SimpleNamespace(build=build), [V01], grid.CELLS)
 
 
 def test_ceiling(monkeypatch):
@@ -191,13 +191,13 @@ def read_grid(path: Path) -> dict | None:
 @pytest.fixture
 def measured_grid(monkeypatch, tmp_path):
     """Writes a record of fake cells in tmp_path; returns its path."""
-    fake = fake_grid(*grid.grid_steps())
+    fake = fake_grid(*cells.steps_from(grid.FIRST_STEP))
     monkeypatch.setattr(grid, "GpuBackend", lambda: SimpleNamespace(device="cuda"))
     monkeypatch.setattr(grid, "build_all", lambda *_: None)
     monkeypatch.setattr(grid, "measure_ceiling", lambda device: fake["ceiling"])
     monkeypatch.setattr(grid, "versions", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(
-        grid, "measure_cell", lambda backend, steps, case: fake["cells"][0] | {"name": case.name}
+        grid, "measure_shape", lambda backend, steps, case: fake["cells"][0] | {"name": case.name}
     )
     monkeypatch.setattr(grid, "PROFILES_DIR", tmp_path)
     return grid.measure_grid
@@ -254,7 +254,7 @@ def test_table(record_set):
         "| 64 | causal | 4 × 32 × 4096 | 100 | 200 | missing | 160 | 640 | 0.312 × |",
     ]
     caption = text.splitlines()[-1]
-    assert "NVIDIA H200 in bf16" in caption
+    assert "NVIDIA H200 in bf16, inputs normally distributed" in caption
     assert "Median of 3 interleaved rounds" in caption
     assert "throttle reasons after: none" in caption
     assert "In the run before" not in caption
@@ -278,7 +278,7 @@ def test_ratio_to_the_fastest_peer(record_set):
     text = tables.grid(record_set(cells=cells))
     assert ratios(text) == ["**1.000 ×**", "**1.266 ×**"]
     told = (
-        "v02 over the fastest peer: geometric mean of 2 rows 1.125 ×, smallest 1.000 × (d64_4096)"
+        "v02 over the fastest peer: geometric mean of 2 cells 1.125 ×, smallest 1.000 × (d64_4096)"
     )
     assert f"\n\n{told}. TFLOP/s on" in text
     # Never bold below 1, and no ratio without a peer or without the step.
@@ -299,7 +299,7 @@ def test_run_before_is_told_below_the_table(record_set):
     text = tables.grid(record_set(previous))
     assert ratios(text) == ["0.312 ×", "0.312 ×"]  # the newer one's
     assert (
-        "In the run before, of the same sources: geometric mean of 2 rows 1.000 ×, "
+        "In the run before, of the same sources: geometric mean of 2 cells 1.000 ×, "
         "smallest 0.500 × (d64_4096)."
     ) in text
     previous["sources"]["v02"]["code_sha256"] = "0" * 64
@@ -431,7 +431,7 @@ def test_plot_leaves_out_what_is_missing(record_set):
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_tiny_cell_on_a_gpu(kv_heads):
     case = replace(TINY, shape=replace(TINY.shape, kv_heads=kv_heads))
-    cell = grid.measure_cell(GpuBackend(), grid.grid_steps(), case)
+    cell = grid.measure_shape(GpuBackend(), cells.steps_from(grid.FIRST_STEP), case)
     assert find_error(cell, CELL) is None
     assert isinstance(cell["tflops"]["v07"], float)
     assert isinstance(cell["tflops"]["sdpa_flash"], float)

@@ -26,6 +26,7 @@ from common.report.plots import same_plot
 from common.report.record_set import load_record_set
 from common.step import read_step
 from verify.tests.fake_records import (
+    fake_distributions,
     fake_grid,
     fake_latency,
     fake_record,
@@ -111,6 +112,7 @@ def test_tables(root):
 def test_rows_are_plain_values(root):
     write_record(root / "profiles/static/v02.json", fake_static_record(V02))
     write_record(root / "profiles/h200/grid.json", fake_grid(V01, V02))
+    write_record(root / "profiles/h200/distributions.json", fake_distributions(V01, V02))
     write_record(root / "profiles/h200/latency.json", fake_latency(V02))
     record_set = record_set_of(root)
     steps = {row["name"]: row for row in rows.steps(record_set)}
@@ -128,7 +130,8 @@ def test_rows_are_plain_values(root):
     }
     assert rows.grid(record_set)[0]["tflops"]["sdpa_math"] is None
     assert rows.latency(record_set)[0]["device_us"]["v02"] == 5.0
-    of_a_set = (rows.counters, rows.sass, rows.banks, rows.grid, rows.latency)
+    assert rows.distributions(record_set)[0]["by_head_dim"]["64"]["ratio"] == 200 / 640
+    of_a_set = (rows.counters, rows.sass, rows.banks, rows.grid, rows.distributions, rows.latency)
     for found in (*(read(record_set) for read in of_a_set), rows.resources(record_set, "v02")):
         assert json.loads(json.dumps(found))
 
@@ -183,6 +186,8 @@ RECORDS = [
     "h200/experiments/v02_nothing.json",
     "h200/grid.json",
     "h200/grid_previous.json",
+    "h200/distributions.json",
+    "h200/distributions_previous.json",
     "h200/latency.json",
     "h200/timelines/v09.json",
     "static/v02.json",
