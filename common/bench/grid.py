@@ -6,6 +6,7 @@ cells.py, but for these:
 sources    the hashes of each step that was measured
 ceiling    what the same timer says of a large matrix product by torch: its sizes and median rate
 cells      in the order of common.problem.GRID
+seq_k      of a cell: the keys, where there are not as many as queries, seq
 
 A run after another of the same sources leaves that in grid_previous.json.
 """

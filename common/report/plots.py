@@ -16,7 +16,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ..problem import NORMAL
+from ..problem import GRID_OVER_LENGTHS, NORMAL
 from ..record_schema import NUMBER
 from ..text import label
 from .derived import derived, peer_ratios
@@ -213,7 +213,7 @@ def _roofline(record_set: RecordSet, ceilings: Ceilings) -> Figure:
 
 def _grid(grid: Cells) -> Figure:
     """TFLOP/s over the sequence length, in a panel for each mask and head dimension."""
-    cells = grid.record["cells"]
+    cells = [cell for cell in grid.record["cells"] if cell["name"] in GRID_OVER_LENGTHS]
     columns = list(dict.fromkeys(_heads(cell) for cell in cells))
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     panels = figure.subplots(2, len(columns), sharex=True, sharey=True, squeeze=False)

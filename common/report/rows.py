@@ -123,6 +123,7 @@ def grid(record_set: RecordSet) -> list[Row]:
     return [
         {
             **{key: cell[key] for key in keys},
+            "seq_k": cell.get("seq_k", cell["seq"]),
             "tflops": {name: _number(cell["tflops"].get(name)) for name in names},
             "ratio": ratios.get(cell["name"]),
         }

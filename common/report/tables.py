@@ -127,9 +127,12 @@ def grid(record_set: RecordSet) -> str:
     labels = {name: label(name, stale=name in measured.stale) for name in found[0]["tflops"]}
     last = [name for name in labels if name in record["sources"]][-1]
     columns = {
+        "Cell": _value("name"),
         ">head_dim": _value("head_dim"),
         "Mask": _mask,
-        "Batch × heads × N": lambda row: f"{row['batch']} × {_heads(row)} × {row['seq']}",
+        "Batch × heads": lambda row: f"{row['batch']} × {_heads(row)}",
+        ">Queries": _value("seq"),
+        ">Keys": _value("seq_k"),
         **{
             f">{title}": _of("tflops", name, "{:.4g}".format, none="missing")
             for name, title in labels.items()
@@ -139,7 +142,8 @@ def grid(record_set: RecordSet) -> str:
     return _table(columns, found) + (
         f"\n\n{labels[last]} over the fastest peer: {_summary(peer_ratios(record, last))}. "
         f"TFLOP/s on the {record['device']} in {record['dtype']}, inputs normally distributed; "
-        "where the mask is causal, half of the operations are counted. "
+        "where the mask is causal, the operations of visible keys are counted: half of them where "
+        "there are as many queries as keys. "
         f"{_how_measured(measured, last)}"
     )
 

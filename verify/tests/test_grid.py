@@ -17,7 +17,7 @@ from common.bench.peers import Peer
 from common.catalog import all_steps
 from common.errors import UsageError
 from common.operation import FORWARD
-from common.problem import GRID, HIDDEN, TOKENS, Specialization
+from common.problem import GRID, GRID_OVER_LENGTHS, HIDDEN, TOKENS, Specialization
 from common.record_schema import CELL, GRID_RECORD, find_error
 from common.records import read_record, write_record
 from common.report import plots, tables
@@ -51,9 +51,10 @@ def record_set(tmp_path):
 
 def test_cells():
     cells = {case.name: case.shape for case in grid.CELLS}
-    assert len(cells) == len(grid.CELLS) == 22
+    assert len(cells) == len(grid.CELLS) == 36
     shared = {name: shape for name, shape in cells.items() if name.startswith("gqa")}
-    for name in cells.keys() - shared.keys():
+    assert len(GRID_OVER_LENGTHS) == 22
+    for name in GRID_OVER_LENGTHS.keys() - shared.keys():
         shape = cells[name]
         assert shape.batch * shape.seq_q == shape.batch * shape.seq_k == TOKENS
         assert shape.heads * shape.head_dim == shape.kv_heads * shape.head_dim == HIDDEN
@@ -64,6 +65,21 @@ def test_cells():
         "gqa_causal_4096": Shape(1, 64, 8, 4096, 4096, 128),
         "gqa_causal_16384": Shape(1, 64, 8, 16384, 16384, 128),
     }
+    assert {name: cells[name] for name in GRID.keys() - GRID_OVER_LENGTHS.keys()} == {
+        **{
+            f"d{head_dim}{mask}_4096": Shape(batch, heads, heads, 4096, 4096, head_dim)
+            for batch, heads, head_dim in ((8, 16, 72), (4, 25, 80), (4, 21, 96), (4, 10, 192))
+            for mask in ("", "_causal")
+        },
+        "vit_197": Shape(16, 12, 12, 197, 197, 64),
+        "vit_577": Shape(16, 12, 12, 577, 577, 64),
+        "whisper_1500": Shape(8, 20, 20, 1500, 1500, 64),
+        "cross_attention_77": Shape(8, 10, 10, 4096, 77, 64),
+        "flux_4608": Shape(1, 24, 24, 4608, 4608, 128),
+        "prefill_causal_32768": Shape(1, 64, 8, 1024, 32768, 128),
+    }
+    for case in grid.CELLS:
+        assert case.causal == ("causal" in case.name)
 
 
 def test_flops_are_those_of_the_visible_half():
@@ -151,9 +167,9 @@ def test_everything_is_built_first():
     expected = [
         (step, Specialization(head_dim, "bf16", causal))
         for step in (V01, narrow)
-        for head_dim in (64, 128, 256)
+        for head_dim in (64, 72, 80, 96, 128, 192, 256)
         for causal in (False, True)
-        if (step, head_dim) != (narrow, 256)
+        if step is not narrow or head_dim <= 128
     ]
     assert sorted(built, key=str) == sorted(expected, key=str)
 
@@ -246,12 +262,13 @@ def test_a_malformed_run_before_is_overwritten(measured_grid, capsys):
 
 def test_table(record_set):
     text = tables.grid(record_set())
+    rates = "| 100 | 200 | missing | 160 | 640 | 0.312 × |"
     assert text.splitlines()[:4] == [
-        "| head_dim | Mask | Batch × heads × N | v01 | v02 | sdpa_math | sdpa_flash | sdpa_cudnn | "
-        "v02 / fastest peer |",
-        "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| 64 | none | 4 × 32 × 4096 | 100 | 200 | missing | 160 | 640 | 0.312 × |",
-        "| 64 | causal | 4 × 32 × 4096 | 100 | 200 | missing | 160 | 640 | 0.312 × |",
+        "| Cell | head_dim | Mask | Batch × heads | Queries | Keys | v01 | v02 | sdpa_math | "
+        "sdpa_flash | sdpa_cudnn | v02 / fastest peer |",
+        "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| d64_4096 | 64 | none | 4 × 32 | 4096 | 4096 " + rates,
+        "| d64_causal_4096 | 64 | causal | 4 × 32 | 4096 | 4096 " + rates,
     ]
     caption = text.splitlines()[-1]
     assert "NVIDIA H200 in bf16, inputs normally distributed" in caption
@@ -311,8 +328,18 @@ def test_shared_heads_and_rounds_are_told(record_set):
     cells[0] |= {"heads": 64, "kv_heads": 8}
     cells[1]["samples_ms"] = {"v01": [1.0] * 10}
     text = tables.grid(record_set(cells=cells))
-    assert "| 64 | none | 4 × 64/8 × 4096 |" in text
+    assert "| 64 | none | 4 × 64/8 | 4096 | 4096 |" in text
     assert "Median of 3 to 10 interleaved rounds" in text
+
+
+def test_other_keys_than_queries(without_a_gpu, record_set):
+    case = replace(TINY, shape=replace(TINY.shape, seq_q=40))
+    cell = grid.measure_shape(TorchBackend(), [V02, V03], case)
+    assert find_error(cell, CELL) is None
+    assert cell["tflops"]["v02"] == pytest.approx(4 * 2 * (40 * 56 + 40**2 / 2) * 64 / 2e9)
+    cell["environment"] = fake_grid(V01)["cells"][0]["environment"]
+    text = tables.grid(record_set(sources=fake_grid(V02)["sources"], cells=[cell]))
+    assert "| tiny | 64 | causal | 1 × 2 | 40 | 96 |" in text
 
 
 def test_table_tells_what_throttled_any_cell(record_set):
