@@ -24,9 +24,9 @@ from ..paths import ROOT
 from ..records import HEADLINE_GPU, STATIC, write_atomically
 from . import diagrams, tables
 from .expressions import evaluate
-from .plots import render_plots, same_plot
+from .plots import render_plots
 from .record_set import RecordSet, load_record_set
-from .timeline_plot import draw_timeline
+from .timeline_plot import render_timelines
 
 REQUIRED_TABLES = {
     "README.md": ("results", "grid"),
@@ -78,11 +78,9 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
         except UsageError as error:
             errors.append(str(error))
     for one in (headline, *others):
-        for name, svg in render_plots(one).items():
-            contents[one.folder / name] = svg
-        for name, record in one.timelines.records.items():
-            svg = draw_timeline(record, stale=name in one.timelines.stale)
-            contents[one.folder / "timelines" / f"{name}.svg"] = svg
+        contents |= {one.folder / name: svg for name, svg in render_plots(one).items()}
+        timelines = render_timelines(one.timelines)
+        contents |= {one.folder / "timelines" / name: svg for name, svg in timelines.items()}
     contents |= {root / "figures" / name: svg for name, svg in diagrams.figures().items()}
     different = [path for path, content in contents.items() if not _same(path, content)]
     if not check:
@@ -159,7 +157,6 @@ def _results(operation: Operation, record_set: RecordSet, others: list[RecordSet
 
 def _same(path: Path, content: str) -> bool:
     try:
-        old = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8") == content
     except (OSError, UnicodeDecodeError):
         return False
-    return same_plot(old, content) if path.suffix == ".svg" else old == content

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from functools import partial
-from itertools import combinations
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import common.patch
 from common.__main__ import main
@@ -18,11 +15,10 @@ from common.catalog import all_steps, find_step
 from common.errors import UsageError
 from common.paths import ROOT
 from common.records import write_record
-from common.report import markdown, plots, rows
+from common.report import markdown, rows
 from common.report.diagrams import figures
 from common.report.expressions import evaluate
 from common.report.markdown import regenerate
-from common.report.plots import same_plot
 from common.report.record_set import load_record_set
 from common.step import read_step
 from verify.tests.fake_records import (
@@ -53,7 +49,7 @@ WORKLOG = """# Title
 <!-- table: experiments v02 --><!-- end -->
 """
 FIGURES = [f"figures/{name}" for name in figures()]
-PLOTS = ["profiles/h200/steps.svg", "profiles/h200/roofline.svg"]
+PLOTS = ["profiles/h200/steps.svg", "profiles/h200/steps_dark.svg"]
 GENERATED = ["README.md", "worklog.md", *PLOTS, *FIGURES]
 
 
@@ -141,7 +137,6 @@ def test_another_gpu_gets_a_table_of_its_own(root):
     write_record(root / "profiles/geforce_rtx_4090/v02.json", record)
     changed = regenerate(root)
     assert "profiles/geforce_rtx_4090/steps.svg" in changed
-    assert "profiles/geforce_rtx_4090/roofline.svg" not in changed  # its ceilings are not known
     readme = (root / "README.md").read_text()
     assert readme.index("NVIDIA H200;") < readme.index("On the NVIDIA GeForce RTX 4090:")
 
@@ -163,14 +158,32 @@ def test_timeline_is_drawn_from_its_record(root):
     name = "profiles/h200/timelines/v09.svg"
     record = fake_timeline(find_step(patch))
     write_record(root / name.replace("svg", "json"), record)
-    assert regenerate(root, check=True) == [name]
-    assert regenerate(root) == [name]
+    both = [name, name.replace(".svg", "_dark.svg")]
+    assert regenerate(root, check=True) == both
+    assert regenerate(root) == both
     svg = (root / name).read_text()
     (root / name).write_text(svg.replace("2200 clocks", "2000 clocks"))
     assert regenerate(root, check=True) == [name]
     write_record(root / name.replace("svg", "json"), record | {"code_sha256": "0" * 64})
-    assert regenerate(root) == [name]
+    assert regenerate(root) == both
     assert "v09 (stale)" in (root / name).read_text()
+
+
+@pytest.mark.parametrize("name", ["README.md", "worklog.md"])
+def test_pictures_of_the_text_exist_for_both_themes(name):
+    text = (ROOT / name).read_text()
+    assert not re.search(r"!\[[^]]*\]\(", text)  # these know no theme
+    pictures = re.findall(
+        r'^<picture>\n  <source media="\(prefers-color-scheme: dark\)" srcset="(.*)_dark\.svg">\n'
+        r'  <img alt="[^"]+" src="(.*)\.svg">\n</picture>$',
+        text,
+        re.MULTILINE,
+    )
+    assert len(pictures) == text.count("<picture>") > 0
+    for dark, light in pictures:
+        assert dark == light
+        for theme in ("", "_dark"):
+            assert (ROOT / f"{light}{theme}.svg").exists()
 
 
 def test_stale_record_is_called_stale(root):
@@ -241,7 +254,7 @@ def test_measuring_again_repairs_a_malformed_record(root, capsys):
         ("README.md", "| 27.49 |", "| 99.99 |"),
         ("worklog.md", "4.00 GB", "3.00 GB"),
         ("profiles/h200/steps.svg", "27.5", "99.9"),
-        ("profiles/h200/roofline.svg", "v02", "v09"),
+        ("profiles/h200/steps_dark.svg", "27.5", "99.9"),
         ("figures/swizzle_banks.svg", "8 wavefronts", "7 wavefronts"),
     ],
 )
@@ -257,46 +270,10 @@ def test_check_finds_an_edit(root, name, old, new):
     assert path.read_text() == text
 
 
-def test_labels_of_ten_steps_do_not_overlap(root):
-    """Fast steps come close to each other and to the roof of the tensor cores."""
-    record_set = record_set_of(root)
-    rates = [2.1, 21, 27, 37, 130, 210, 360, 640, 700, 760]
-    records = {
-        f"v{number:02}": record_set.measured.records["v02"] | {"tflops": rate}
-        for number, rate in enumerate(rates, 1)
-    }
-    measured = replace(record_set.measured, records=records)
-    for figure in plots.draw_plots(replace(record_set, measured=measured)).values():
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        texts = [text for text in figure.axes[0].texts if text.get_text()]
-        assert len(texts) > len(rates)
-        boxes = [text.get_window_extent(canvas.get_renderer()) for text in texts]
-        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
-
-
-@pytest.mark.parametrize(("head_dim", "serial"), [(64, 495), (128, 660), (256, 792)])
-def test_ceiling_of_the_exponentials(head_dim, serial):
-    h200 = plots.CEILINGS["h200"]
-    clock_ghz = 1.83  # of the datasheet: 132 multiprocessors of 4096 FLOP a clock are its 989.5
-    peak = 132 * 16 * 4 * head_dim * clock_ghz / 1000
-    assert plots.exponential_tflops(h200, head_dim) == pytest.approx(peak, rel=1e-3)
-    assert plots.serial_tflops(h200, head_dim) == pytest.approx(serial, abs=0.5)
-
-
 def test_check_finds_a_missing_plot(root):
     regenerate(root)
     (root / "profiles/h200/steps.svg").unlink()
     assert regenerate(root, check=True) == ["profiles/h200/steps.svg"]
-
-
-def test_plot_of_another_matplotlib_is_compared_by_its_data(root):
-    regenerate(root)
-    svg = (root / "profiles/h200/steps.svg").read_text()
-    other = re.sub(r"Matplotlib v[\d.]+", "Matplotlib v0.1", svg).replace("27.5", "27.50")
-    assert same_plot(other, svg)
-    assert not same_plot(re.sub(r"sha256 .", "sha256 -", other), svg)
-    assert not same_plot("", svg)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from . import ampere, hopper
+from .svg import files
 
 
 def figures() -> dict[str, str]:
     """SVG text by the file name in figures/."""
-    return ampere.figures() | hopper.figures()
+    return files(ampere.figures() | hopper.figures())
