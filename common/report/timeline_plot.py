@@ -98,7 +98,7 @@ def draw_timeline(record: dict, name: str, window_clocks: int) -> Drawing:
 
 
 def _numbers(record: dict) -> list[int]:
-    """Each tile's number in its work: a record has as many tiles as a work, not always one work."""
+    """Each tile's number in its work tile: a record has as many, but may begin in the middle."""
     tiles = len(record["clocks"]["producer"]["load K"])
     outputs = record["outputs"].get("consumer 0")
     last = outputs[-1]["tile"] if outputs else tiles - 1
@@ -195,7 +195,7 @@ def _legend(drawing: Drawing, y: float, needed: int) -> None:
     ):
         drawing.cell(x, y - 10, width, 20, color, text)
         x += width + 4
-    drawing.text(x + 8, y, "The number is the tile's in its work.", color=MUTED)
+    drawing.text(x + 8, y, "The number is the tile's in its work tile.", color=MUTED)
     for n, text in enumerate(
         (
             "Copies: from the start to the first use.",

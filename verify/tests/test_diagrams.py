@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from fractions import Fraction
+from functools import partial
+from itertools import pairwise, product
+from random import Random
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from common.report.diagrams import figures
+from common.catalog import find_step
+from common.problem import COUNTED
+from common.report.diagrams import blocks, figures
 from common.report.diagrams.fragments import (
     CHUNKS,
     a_fragment,
@@ -32,6 +38,7 @@ from common.report.diagrams.fragments import (
     wavefronts,
     wgmma_d,
 )
+from common.report.diagrams.softmax import BOUND, LOGITS, VALUES, online, shifted
 from common.report.diagrams.svg import (
     ACCENT,
     BANK_COLORS,
@@ -322,6 +329,107 @@ def test_drawn_parities_are_those_to_wait_for(stage):
         assert not all(passes(stage, scenario, seed) for seed in range(8)), WRONG[scenario - 1]
 
 
+# ---- what is worked out for a diagram
+
+
+def rows_of_logits(count: int = 50) -> Iterator[tuple[list, list]]:
+    """Logits and values in tiles of three, with jumps upwards and downwards."""
+    random = Random(0)
+    for _ in range(count):
+        tiles = random.randint(1, 5)
+        yield tuple(
+            [[random.randint(-low, 9) for _ in range(3)] for _ in range(tiles)] for low in (20, 0)
+        )
+
+
+@pytest.mark.parametrize("steps_of", [online, partial(shifted, bound=BOUND)])
+def test_a_row_comes_out_as_by_one_softmax(steps_of):
+    """Exactly: for O / l, and for 2^lse = l 2^m."""
+    for logits, values in rows_of_logits():
+        weights = [Fraction(2) ** s for tile in logits for s in tile]
+        row = steps_of(logits, values)[-1].after
+        assert row.l * Fraction(2) ** row.m == sum(weights)
+        flat = [v for tile in values for v in tile]
+        expected = sum(w * v for w, v in zip(weights, flat, strict=True)) / sum(weights)
+        assert row.o / row.l == expected
+
+
+def test_online_softmax_has_no_p_above_one():
+    for logits, values in rows_of_logits():
+        steps = online(logits, values)
+        assert [step.after.m for step in steps] == [
+            max(s for tile in logits[: n + 1] for s in tile) for n in range(len(steps))
+        ]
+        assert all(max(step.p) <= 1 for step in steps)
+
+
+def test_a_shift_is_raised_only_beyond_the_bound():
+    repaired = 0
+    for logits, values in rows_of_logits():
+        m = max(logits[0])
+        for step in shifted(logits, values, BOUND):
+            if step.repair:
+                repaired += 1
+                assert step.repair.l > BOUND
+                assert 1 <= step.after.l < 2
+                m += step.repair.exponent
+            assert step.after.m == m
+            assert step.after.l <= BOUND
+    assert repaired
+
+
+def test_the_shift_figure_shows_a_tile_of_each_kind():
+    kinds = [(bool(step.repair), max(step.p) > 1) for step in shifted(LOGITS, VALUES, BOUND)]
+    assert kinds == [(False, False), (False, True), (True, False)]
+
+
+def test_the_memory_map_is_v08s():
+    descriptor = CpuBackend().descriptor(find_step("v08"), COUNTED.specialization)
+    assert blocks.shared_memory_bytes() == descriptor.kernels[0].smem_bytes
+    ends = [place.start + place.size for place in blocks.shared_memory()]
+    assert [place.start for place in blocks.shared_memory()] == [0, *ends[:-1]]
+
+
+def test_ping_pong_is_possible():
+    """Nothing starts before what it needs is there, and the tensor cores do one after another."""
+    consumers = blocks.consumers()
+    products = sorted(
+        (span.start, span.end) for consumer in consumers for span in (*consumer.s, *consumer.pv)
+    )
+    assert all(one[1] == other[0] for one, other in pairwise(products))
+    for consumer in consumers:
+        s, softmax, pv = (
+            {span.tile: span for span in spans}
+            for spans in (consumer.s, consumer.softmax, consumer.pv)
+        )
+        for tile in softmax:
+            assert softmax[tile].start >= s[tile].end
+            if tile + 1 in s:  # S is in registers, of which P takes some
+                assert softmax[tile].end <= s[tile + 1].start
+            if tile in pv:
+                assert softmax[tile].end <= pv[tile].start
+    for copied, used in zip(blocks.copies(), ("s", "pv"), strict=True):
+        for copy in copied:
+            spans = [span for consumer in consumers for span in getattr(consumer, used)]
+            assert all(copy.end <= span.start for span in spans if span.tile == copy.tile)
+            before = [span for span in spans if span.tile == copy.tile - blocks.NUM_STAGES]
+            assert all(span.end <= copy.start for span in before)
+
+
+def test_each_schedule_has_each_work_tile_once():
+    by_sm = [list(taken) for taken in zip(*blocks.rounds(), strict=True)]
+    everything = {
+        blocks.WorkTile(head, q_block)
+        for head, q_block in product(range(blocks.HEADS), range(blocks.Q_BLOCKS))
+    }
+    for schedule in (by_sm, blocks.as_they_come()):
+        taken = [work for works in schedule for work in works]
+        assert len(taken) == len(everything)
+        assert set(taken) == everything
+    assert len({blocks.tiles(works) for works in by_sm}) == 1  # all are done at once
+    assert max(map(blocks.tiles, blocks.as_they_come())) > blocks.tiles(by_sm[0])
+
+
 # ---- how they are drawn
 
 
@@ -392,6 +500,12 @@ def test_a_dark_figure_differs_in_its_colors_only(drawn):
         dark = drawn[name.replace(".svg", "_dark.svg")]
         assert dark != drawn[name]
         assert without_colors(dark) == without_colors(drawn[name])
+
+
+def test_tiles_figure_numbers_what_is_computed(drawn):
+    numbers = [text.text for text in texts(drawn["tiles_of_s.svg"]) if text.text.isdigit()]
+    n = blocks.BLOCKS
+    assert len(numbers) == 2 * n + n * n + n * (n + 1) // 2  # above, without and with a mask
 
 
 def test_swizzle_figure_shows_the_computed_wavefronts(drawn):

@@ -238,8 +238,8 @@ def test_all_timelines_show_as_many_clocks():
     assert len(softmax[1]) >= 2 * len(softmax[0]) - 2
 
 
-def test_tiles_are_counted_in_their_work():
-    """Where the samples begin within one work and end within the next."""
+def test_tiles_are_counted_in_their_work_tile():
+    """Where the samples begin within one and end within the next."""
     record = fake_timeline(V09_PATCHED)
     record["outputs"] = {
         who: [output | {"tile": 15} for output in outputs]

@@ -71,8 +71,8 @@ _ADVANCES = {
     **dict.fromkeys("+<=>~×−≤", 584),
     **dict.fromkeys("&ABEKPSVXY", 667),
     **dict.fromkeys("CDHNRUw", 722),
-    **dict.fromkeys("GOQ", 778),
-    **dict.fromkeys("Mm", 833),
+    **dict.fromkeys("GOQΣ", 778),
+    **dict.fromkeys("Mm¼½", 833),
     **dict.fromkeys("%", 889),
     **dict.fromkeys("W", 944),
     **dict.fromkeys("…→↓↑←", 1000),
@@ -147,6 +147,10 @@ class Drawing:
         style += ' marker-end="url(#arrow)"' if arrow else ""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         self._parts.append(f'<polyline points="{path}"{style}/>')
+
+    def polygon(self, corners: Sequence[Point], fill: str) -> None:
+        path = " ".join(f"{x:g},{y:g}" for x, y in corners)
+        self._parts.append(f'<polygon points="{path}"{self._style(fill, PAGE, PAGE, 1)}/>')
 
     def dot(self, x: float, y: float, radius: float, fill: str, stroke: str = PAGE) -> None:
         style = self._style(fill, stroke, PAGE, 1)
