@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import product
 
+from ..problem import NORMAL
 from ..record_schema import NUMBER
 from ..text import label
 from .derived import derived, peer_ratios
@@ -25,12 +27,14 @@ from .diagrams.svg import (
     text_width,
 )
 from .record_set import Cells, RecordSet
+from .rows import latest_steps
 
 LEFT, RIGHT = 18, WIDTH - 18  # of a plot, in pixels
 ROW = 26
 STRONGEST = RAMP[-1]
-GRID_ROW, GRID_GAP, PANEL = 20, 8, 268
-PANEL_LEFTS = (166, 498)
+MASKS = ("no mask", "causal mask")
+GRID_ROW, GRID_GAP, PANEL = 20, 8, 250
+PANEL_LEFTS = (196, 514)
 
 # What the steps are limited by, in the order in which they meet it: shares of a peak by column.
 LIMITS = {
@@ -51,6 +55,8 @@ def render_plots(record_set: RecordSet) -> dict[str, str]:
         drawings["limits"] = limits
     if record_set.grid:
         drawings["grid"] = _grid(record_set.grid)
+    if record_set.distributions and latest_steps(record_set, record_set.distributions.record):
+        drawings["distributions"] = _distributions(record_set, record_set.distributions)
     return files(drawings)
 
 
@@ -170,7 +176,7 @@ def _grid(grid: Cells) -> Drawing:
     """A row for each shape, a panel for each mask: steps as dots, peers as ticks."""
     record = grid.record
     steps = list(record["sources"])
-    cells = record["cells"]
+    cells = sorted(record["cells"], key=lambda cell: cell["head_dim"])
     peers = [name for name in cells[0]["tflops"] if name not in steps]
     step_colors = {name: RAMP[max(0, n)] for n, name in enumerate(steps, len(RAMP) - len(steps))}
     peer_colors = _peer_colors(peers)
@@ -188,7 +194,7 @@ def _grid(grid: Cells) -> Drawing:
     text = "batch × heads × N"
     drawing.text(PANEL_LEFTS[0] - 12, 86, text, SMALL, MUTED, anchor="end")
     for mask, left in enumerate(PANEL_LEFTS):
-        drawing.text(left, 86, "causal mask" if mask else "no mask", bold=True)
+        drawing.text(left, 86, MASKS[mask], bold=True)
         drawing.text(left + PANEL + 50, 86, f"{steps[-1]} / fastest", SMALL, MUTED, anchor="end")
         for rate in range(0, int(max(highest, ceiling)) + 1, 200):
             x = round(left + scale * rate, 1)
@@ -259,12 +265,73 @@ def _grid_legend(
     drawing.text(x + 7, y, text, SMALL)
 
 
-def _batch_heads_seq(batch: int, heads: int, kv_heads: int, seq: int) -> str:
-    return f"{batch} × {heads if heads == kv_heads else f'{heads}/{kv_heads}'} × {seq}"
+def _batch_heads_seq(batch: int, heads: int, kv_heads: int, seq: int, seq_k: int) -> str:
+    shared = heads if heads == kv_heads else f"{heads}/{kv_heads}"
+    return f"{batch} × {shared} × {seq if seq == seq_k else f'{seq} on {seq_k}'}"
+
+
+def _distributions(record_set: RecordSet, measured: Cells) -> Drawing:
+    """The last two steps over the fastest peer, in a panel for each dtype and head dimension.
+
+    A row for each kind of inputs: with a line through those that differ in the logits' deviation.
+    """
+    record = measured.record
+    cells = record["cells"]
+    dtypes, head_dims, inputs = (
+        list(dict.fromkeys(cell[key] for cell in cells)) for key in ("dtype", "head_dim", "inputs")
+    )
+    steps = dict(zip(latest_steps(record_set, record), (STRONGEST, MARKS[0]), strict=False))
+    ratios = {name: peer_ratios(record, name) for name in steps}
+    highest = max((ratio for found in ratios.values() for ratio in found.values()), default=1.0)
+    left, gap = 158, 26
+    width = (RIGHT - left + gap) / len(head_dims) - gap
+    scale = width / (math.ceil(highest * 4) / 4)
+    block = GRID_ROW * len(inputs) + 66
+
+    drawing = Drawing(62 + block * len(dtypes))
+    title = f"{record['device']}, N = {cells[0]['seq']}: rate over the fastest peer's"
+    drawing.text(LEFT, 22, title, TITLE, bold=True)
+    x: float = LEFT + 4
+    for name, color in steps.items():
+        for causal in (False, True):
+            drawing.dot(x, 46, 4.5, PAGE if causal else color, color)
+            text = f"{label(name, stale=name in measured.stale)}, {MASKS[causal]}"
+            drawing.text(x + 9, 46, text, SMALL)
+            x += text_width(text, SMALL) + 30
+    for n, dtype in enumerate(dtypes):
+        top = 96 + block * n
+        bottom = top + GRID_ROW * len(inputs)
+        tops = {name: top + GRID_ROW * (row + 0.5) for row, name in enumerate(inputs)}
+        drawing.text(LEFT, top - 14, dtype, bold=True)
+        for name, y in tops.items():
+            text = f"logits of std {NORMAL[name]}" if name in NORMAL else name.replace("_", " ")
+            drawing.text(left - 12, y, text, SMALL, anchor="end")
+        for column, head_dim in enumerate(head_dims):
+            at = left + column * (width + gap)
+            drawing.text(at, top - 14, f"D {head_dim}", bold=True)
+            for tick in range(int(width / scale * 2) + 1):
+                x = round(at + scale * tick / 2, 1)
+                color = INK if tick == 2 else RULE
+                drawing.line(x, top, x, bottom, color, dashed=tick == 2)
+                drawing.text(x, bottom + 12, f"{tick / 2:g}", SMALL, MUTED, anchor="middle")
+            shown = [
+                cell for cell in cells if (cell["dtype"], cell["head_dim"]) == (dtype, head_dim)
+            ]
+            for (name, color), causal in product(reversed(steps.items()), (True, False)):
+                points = {
+                    cell["inputs"]: (round(at + scale * ratio, 1), tops[cell["inputs"]])
+                    for cell in shown
+                    if cell["causal"] == causal and (ratio := ratios[name].get(cell["name"]))
+                }
+                drawing.curve([points[key] for key in NORMAL if key in points], color, 1.5)
+                for point in points.values():
+                    drawing.dot(*point, 4, PAGE if causal else color, color)
+    return drawing
 
 
 def _shape(cell: dict) -> tuple:
-    return tuple(cell[key] for key in ("head_dim", "batch", "heads", "kv_heads", "seq"))
+    keys = ("head_dim", "batch", "heads", "kv_heads", "seq")
+    return *(cell[key] for key in keys), cell.get("seq_k", cell["seq"])
 
 
 def _rates(cells: Iterable[dict]) -> list[float]:

@@ -37,6 +37,7 @@ from verify import inputs
 from verify.accuracy import expect
 from verify.cases import BF16, FP16, Case, Shape
 from verify.reference import attention_reference
+from verify.tests.drawings import clashes, dots, texts
 from verify.tests.fake_records import fake_distributions
 
 V01, V02, V03 = all_steps()[:3]
@@ -417,21 +418,27 @@ def test_malformed_record_is_named_with_what_is_wrong(record_set, change, told):
 
 
 def test_plot(record_set):
-    """A panel for each dtype and head dimension; the steps' lines and points for both masks."""
-    record_set = record_set()
-    figure = plots.draw_plots(record_set)["distributions.svg"]
-    assert len(figure.axes) == 6
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles == ["head_dim 64", "head_dim 128", "head_dim 256", "", "", ""]
-    for axes in figure.axes:
-        peer, *curves = axes.lines
-        assert {*peer.get_ydata()} == {1}
-        assert [len(curve.get_xdata()) for curve in curves] == [4, 5] * 4
-        assert {y for curve in curves for y in curve.get_ydata()} == {200 / 640, 100 / 640}
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["v02, no mask", "v02, causal", "v01, no mask", "v01, causal"]
-    ticks = [text.get_text() for text in figure.axes[3].get_xticklabels()]
-    assert ticks[:6] == ["std 1", "std 2", "std 4", "std 8", "std 16", "later keys larger"]
+    """A panel for each dtype and head dimension, a row for each kind of inputs."""
+    svg = plots.render_plots(record_set())["distributions.svg"]
+    assert not clashes(svg)
+    found = [text.text for text in texts(svg)]
+    for name in ("bf16", "fp16"):
+        assert found.count(name) == 1
+    assert [text for text in found if text.startswith("D ")] == ["D 64", "D 128", "D 256"] * 2
+    legend = ["v02, no mask", "v02, causal mask", "v01, no mask", "v01, causal mask"]
+    assert found[1:5] == legend
+    assert found.count("logits of std 16") == found.count("later keys larger") == 2
+    rows: dict[float, list[float]] = {}
+    for x, y, _ in dots(svg):
+        rows.setdefault(y, []).append(x)
+    _, *shown = rows.values()
+    assert len(shown) == 2 * len(INPUTS)
+    places = {tuple(sorted({*row})) for row in shown}
+    assert len(places) == 1  # all rates are the same
+    ((first, second, *_),) = places
+    tick = next(text for text in texts(svg) if text.text == "0")
+    zero = tick.left + tick.width / 2
+    assert second - zero == pytest.approx(2 * (first - zero), rel=0.02)  # 100 and 200 TFLOP/s
 
 
 def test_check_finds_an_edit_of_table_and_plot(record_set, tmp_path):
