@@ -3,9 +3,9 @@
 Generated text stands between HTML comments, which render invisibly:
 
     <!-- table: results -->…<!-- end -->          or memory, peers, grid, distributions,
-                                                  latency, counters, sass, banks, resources v04,
-                                                  experiments v04, and with its letter, results v,
-                                                  those of a ladder
+                                                  latency, sass, banks, and resources v04,
+                                                  counters v04, experiments v04, and with its
+                                                  letter, results v, those of a ladder
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
 They show the H200's records and the static ones; in the results table those of any other GPU
@@ -30,7 +30,7 @@ from .timeline_plot import render_timelines
 
 REQUIRED_TABLES = {
     "README.md": ("results", "grid"),
-    "worklog.md": ("results", "memory", "peers", "counters", "sass", "banks", "grid", "latency"),
+    "worklog.md": ("results", "memory", "peers", "sass", "banks", "grid", "latency"),
 }
 
 TABLES = {
@@ -39,11 +39,14 @@ TABLES = {
     "grid": tables.grid,
     "distributions": tables.distributions,
     "latency": tables.latency,
-    "counters": tables.counters,
     "sass": tables.sass,
     "banks": tables.banks,
 }
-STEP_TABLES = {"resources": tables.resources, "experiments": tables.experiments}
+STEP_TABLES = {
+    "resources": tables.resources,
+    "counters": tables.counters,
+    "experiments": tables.experiments,
+}
 
 _OPENING = r"<!-- (?:table:|=)"
 _MARKER = re.compile(
@@ -142,7 +145,7 @@ def _table(name: str, record_set: RecordSet, others: list[RecordSet]) -> str:
     raise UsageError(
         f"there are the tables results (with a ladder's letter: {', '.join(OPERATIONS)}), "
         f"{', '.join(TABLES)} and, with the name of a step, "
-        f"{' and '.join(STEP_TABLES)}"
+        f"{', '.join(STEP_TABLES)}"
     )
 
 

@@ -205,20 +205,42 @@ def resources(record_set: RecordSet, step: str) -> list[Row]:
     return [{"kernel": name, **kernel} for name, kernel in record["resources"].items()]
 
 
-def counters(record_set: RecordSet) -> list[Row]:
-    """A row a kernel of each step: what Nsight Compute counted, or None."""
-    rows = []
-    for step, record in record_set.measured.records.items():
-        collected = record["counters"]
-        if isinstance(collected, str) or step in record_set.measured.stale:
-            status = collected if isinstance(collected, str) else STALE
-            rows.append({"step": step, "status": status})
-            continue
-        rows += [
-            {"step": step, "kernel": kernel, **numbers, "stalls": top_stalls(collected[kernel])}
-            for kernel, numbers in readable(collected).items()
-        ]
-    return rows
+def counters(record_set: RecordSet, step: str) -> list[Row]:
+    """One row per kernel of the step, after that of the same kernel in the step before.
+
+    What Nsight Compute counted, or None.
+    """
+    names = [each.name for each in record_set.of(operation_of(step)).steps]
+    place = names.index(step)
+    kernels = _counters(record_set, step)
+    if isinstance(kernels, str):
+        return [{"step": step, "status": kernels}]
+    before = _counters(record_set, names[place - 1]) if place else {}
+    found = []
+    for kernel, row in kernels.items():
+        if not isinstance(before, str) and kernel in before:
+            found.append(before[kernel])
+        found.append(row)
+    return found
+
+
+def _counters(record_set: RecordSet, step: str) -> dict[str, Row] | str:
+    """One row per kernel, or why there is none."""
+    if step in record_set.measured.stale:
+        return CHANGED
+    record = record_set.measured.current(step)
+    collected = record if isinstance(record, str) else record["counters"]
+    if isinstance(collected, str):
+        return collected
+    return {
+        kernel: {
+            "step": step,
+            "kernel": kernel,
+            **numbers,
+            "stalls": top_stalls(collected[kernel]),
+        }
+        for kernel, numbers in readable(collected).items()
+    }
 
 
 def sass(record_set: RecordSet) -> list[Row]:

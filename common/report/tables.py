@@ -17,6 +17,8 @@ from .rows import Row, latest_steps
 Cell = Callable[[Row], str]  # the text of one column in a row
 Show = Callable[[Any], str]  # the text of one value
 
+INPUTS = "q, k and v normally distributed with variance 1 (logits of standard deviation 1)"
+
 
 def results(record_set: RecordSet) -> str:
     """A row a step, then a row a peer, and below what they ran on."""
@@ -45,9 +47,9 @@ def _conditions(record_set: RecordSet) -> str:
     text = (
         f"{record['device']}; batch {shape['batch']}, heads {shape['heads']}, "
         f"sequence {shape['seq_q']}, head_dim {shape['head_dim']}, {shape['dtype']}, not causal; "
-        f"median of {len(record['samples_ms'])} interleaved rounds, L2 flushed before each call. "
-        f"{_device_states([environment['before'], environment['after']])} "
-        "Registers and shared memory: one number a kernel. "
+        f"{INPUTS}; median of {len(record['samples_ms'])} interleaved rounds, L2 flushed before "
+        f"each call. {_device_states([environment['before'], environment['after']])} "
+        "Registers and shared memory: one number per kernel. "
         "Peak memory: what one call takes beyond q, k and v. Max error: against float64; "
         f"torch in {shape['dtype']} has {record['torch_errors']['o']:.1e}. "
         "Step gain: against the step before, same run."
@@ -141,7 +143,7 @@ def grid(record_set: RecordSet) -> str:
     }
     return _table(columns, found) + (
         f"\n\n{labels[last]} over the fastest peer: {_summary(peer_ratios(record, last))}. "
-        f"TFLOP/s on the {record['device']} in {record['dtype']}, inputs normally distributed; "
+        f"TFLOP/s on the {record['device']} in {record['dtype']}; {INPUTS}; "
         "where the mask is causal, the operations of visible keys are counted: half of them where "
         "there are as many queries as keys. "
         f"{_how_measured(measured, last)}"
@@ -218,7 +220,7 @@ def _how_measured(measured: Cells, step: str) -> str:
     rounds = {len(samples) for cell in cells for samples in cell["samples_ms"].values()}
     least, most = min(rounds), max(rounds)
     text = (
-        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds a cell, "
+        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds per cell, "
         "L2 flushed before each call. In bold: no slower than the fastest peer. "
         f"{_device_states(states)}"
     )
@@ -274,7 +276,8 @@ def latency(record_set: RecordSet) -> str:
     return _table(columns, found) + (
         f"\n\nMicroseconds on the {record['device']}: of the device / of the host. Batch "
         f"{first['batch']}, heads {first['heads']}, head_dim {first['head_dim']}, "
-        f"{record['dtype']}. The device: events around the call, of {step} around its launch, "
+        f"{record['dtype']}; {INPUTS}. "
+        f"The device: events around the call, of {step} around its launch, "
         f"median of {_samples(first['device_us'])} interleaved rounds, L2 flushed before each. "
         "The host: until the call returns, while the device still computes, median of "
         f"{_samples(first['host_us'])} calls; for {step} of attention(), for the sdpa with the "
@@ -301,42 +304,46 @@ def resources(record_set: RecordSet, step: str) -> str:
     return _table(columns, found) if found else NOT_MEASURED
 
 
-def counters(record_set: RecordSet) -> str:
-    """A row a kernel of each step: what Nsight Compute counted."""
+def counters(record_set: RecordSet, step: str) -> str:
+    """What Nsight Compute counted: one column per kernel, beside the step before's."""
+    kernels = rows.counters(record_set, step)
+    if "status" in kernels[0]:
+        return kernels[0]["status"]
 
-    def percent(title: str, name: str) -> tuple[str, Cell]:
-        return f">{title} %", _value(f"{name}_percent", "{:.0f}".format, none="n/a")
+    def clock(kernel: Row) -> str:
+        cycles, duration = kernel["cycles"], kernel["duration_ms"]
+        return f"{cycles / duration / 1e6:.2f}" if cycles and duration else "n/a"
 
-    def number(title: str, name: str, form: str = "{:.3g}") -> tuple[str, Cell]:
-        return f">{title}", _value(name, form.format, none="n/a")
+    def numbers(form: str, *names: str) -> list[Cell]:
+        return [_value(name, form.format, none="n/a") for name in names]
 
-    columns = {
-        "Kernel": _kernel,
-        **dict(
-            [
-                number("Duration (ms)", "duration_ms", "{:.4g}"),
-                number("Cycles", "cycles"),
-                percent("SM", "sm"),
-                percent("Memory", "memory"),
-                percent("Tensor", "tensor"),
-                percent("XU", "xu"),
-                percent("FMA", "fma"),
-                percent("LSU", "lsu"),
-                percent("L1 data", "l1_data"),
-                percent("Occupancy", "occupancy"),
-                percent("Issue", "issue"),
-                number("DRAM read (GB)", "dram_read_gb"),
-                number("DRAM written (GB)", "dram_write_gb"),
-                number("L2 (GB)", "l2_gb"),
-                number("Bank conflicts", "bank_conflicts"),
-                number("Local loads", "local_loads"),
-                number("Local stores", "local_stores"),
-            ]
+    def percent(*names: str) -> list[Cell]:
+        return numbers("{:.0f}", *(f"{name}_percent" for name in names))
+
+    lines = {
+        "Duration (ms) / cycles / clock (GHz)": [
+            *numbers("{:.4g}", "duration_ms"),
+            *numbers("{:.3g}", "cycles"),
+            clock,
+        ],
+        "Of elapsed cycles: SM / memory / L1 data (%)": percent("sm", "memory", "l1_data"),
+        "Of active cycles: tensor / XU / FMA / LSU (%)": percent("tensor", "xu", "fma", "lsu"),
+        "Of active cycles: occupancy / issue (%)": percent("occupancy", "issue"),
+        "DRAM read / written / L2 (GB)": numbers(
+            "{:.3g}", "dram_read_gb", "dram_write_gb", "l2_gb"
         ),
-        "Top stalls": lambda row: ", ".join(f"{why} {n:.1f}" for why, n in row.get("stalls", ())),
+        "Bank conflicts / local loads / local stores": numbers(
+            "{:.3g}", "bank_conflicts", "local_loads", "local_stores"
+        ),
     }
-    found = rows.counters(record_set)
-    return _table(_status_in(">Duration (ms)", columns), found) if found else NOT_MEASURED
+    body = [
+        [title, *(" / ".join(cell(kernel) for cell in cells) for kernel in kernels)]
+        for title, cells in lines.items()
+    ]
+    stalls = (", ".join(f"{why} {n:.1f}" for why, n in kernel["stalls"]) for kernel in kernels)
+    return markdown(
+        ["", *(f">{_kernel(kernel)}" for kernel in kernels)], [*body, ["Top stalls", *stalls]]
+    )
 
 
 def sass(record_set: RecordSet) -> str:
@@ -390,7 +397,7 @@ def banks(record_set: RecordSet) -> str:
     columns = {
         "Step": _value("name"),
         "Access": _first(_value("access", _code), _value("status")),
-        ">Wavefronts an access, least → counted": per_access,
+        ">Wavefronts per access, least → counted": per_access,
         ">Bank conflicts": _value("conflicts"),
     }
     found = rows.banks(record_set)

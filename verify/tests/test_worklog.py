@@ -13,6 +13,7 @@ from common.__main__ import main
 from common.bench import headline
 from common.catalog import all_steps, find_step
 from common.errors import UsageError
+from common.metrics import METRICS
 from common.paths import ROOT
 from common.records import write_record
 from common.report import markdown, rows
@@ -40,12 +41,12 @@ WORKLOG = """# Title
 <!-- table: results --><!-- end -->
 <!-- table: memory --><!-- end -->
 <!-- table: peers --><!-- end -->
-<!-- table: counters --><!-- end -->
 <!-- table: grid --><!-- end -->
 <!-- table: latency --><!-- end -->
 <!-- table: sass --><!-- end -->
 <!-- table: banks --><!-- end -->
 <!-- table: resources v02 --><!-- end -->
+<!-- table: counters v02 --><!-- end -->
 <!-- table: experiments v02 --><!-- end -->
 """
 FIGURES = [f"figures/{name}" for name in figures()]
@@ -127,9 +128,62 @@ def test_rows_are_plain_values(root):
     assert rows.grid(record_set)[0]["tflops"]["sdpa_math"] is None
     assert rows.latency(record_set)[0]["device_us"]["v02"] == 5.0
     assert rows.distributions(record_set)[0]["by_head_dim"]["64"]["ratio"] == 200 / 640
-    of_a_set = (rows.counters, rows.sass, rows.banks, rows.grid, rows.distributions, rows.latency)
-    for found in (*(read(record_set) for read in of_a_set), rows.resources(record_set, "v02")):
+    of_a_set = (rows.sass, rows.banks, rows.grid, rows.distributions, rows.latency)
+    of_a_step = (rows.resources, rows.counters)
+    for found in (
+        *(read(record_set) for read in of_a_set),
+        *(read(record_set, "v02") for read in of_a_step),
+    ):
         assert json.loads(json.dumps(found))
+
+
+CYCLES, DURATION = "sm__cycles_elapsed.max", "gpu__time_duration.sum"
+STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+
+
+def count(root, step, **kernels: dict) -> None:
+    """Writes a record of the step whose kernels' counters are 5.0 but for those given."""
+    counters = {name: dict.fromkeys(METRICS, 5.0) | changes for name, changes in kernels.items()}
+    record = fake_record(step) | {"counters": counters}
+    write_record(root / f"profiles/h200/{step.name}.json", record)
+
+
+def counters_table(root) -> dict[str, list[str]]:
+    """The cells of the table counters v02 by the first of each row."""
+    regenerate(root)
+    _, text = (root / "worklog.md").read_text().split("<!-- table: counters v02 -->")
+    lines = text.split("<!-- end -->")[0].strip().splitlines()
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+def test_counters_stand_beside_those_of_the_same_kernel_in_the_step_before(root):
+    stalled = {STALLED.format("wait"): 7.0, STALLED.format("barrier"): 6.5}
+    count(root, V01, scores={}, output={})
+    count(root, V02, scores={CYCLES: 3e6, DURATION: 2e6, **stalled}, fused={DURATION: None})
+    table = counters_table(root)
+    assert table[""] == ["v01 `scores`", "v02 `scores`", "v02 `fused`"]
+    cycles = table["Duration (ms) / cycles / clock (GHz)"]
+    assert cycles[1:] == ["2 / 3e+06 / 1.50", "n/a / 5 / n/a"]
+    assert table["Top stalls"][1] == "wait 7.0, barrier 6.5"
+    rest = [cells for title, cells in table.items() if title.startswith("Of ")]
+    assert [cells[0] for cells in rest] == ["5 / 5 / 5", "5 / 5 / 5 / 5", "5 / 5"]
+
+
+def test_counters_that_are_not_there(root):
+    regenerate(root)
+    assert "<!-- table: counters v02 -->\n\nnot collected\n\n" in (root / "worklog.md").read_text()
+    count(root, V02, scores={})
+    assert counters_table(root)[""] == ["v02 `scores`"]  # those of v01 are not collected
+    count(root, V01, scores={})
+    path = root / "profiles/h200/v01.json"
+    write_record(path, json.loads(path.read_text()) | {"code_sha256": "0" * 64})
+    assert counters_table(root)[""] == ["v02 `scores`"]
+    path = root / "profiles/h200/v02.json"
+    write_record(path, json.loads(path.read_text()) | {"code_sha256": "0" * 64})
+    regenerate(root)
+    stale = "<!-- table: counters v02 -->\n\nnot measured since the source changed\n\n"
+    assert stale in (root / "worklog.md").read_text()
 
 
 def test_another_gpu_gets_a_table_of_its_own(root):
@@ -314,6 +368,10 @@ def test_a_missing_file_is_named(root):
         ("v02.tflops / v01.tflops : .2f", "2.00"),
         ("v02.time_ms / v01.time_ms : .0%", "50%"),
         ("v02.time_ms * 1000 / 2 : .0f", "10000"),
+        ("v01.time_ms - v02.time_ms / 2 - 5 : .0f", "25"),
+        ("v01.time_ms / (v02.time_ms - 10) : .0f", "4"),
+        ("(v01.time_ms+2)*(3-1)/v02.time_ms : .1f", "4.2"),
+        ("v02.time_ms / (v01.time_ms - 40) : .1f", "undefined: a division by zero"),
         ("v02.registers", "111"),
         ("v02.spill_bytes", "12"),
         ("v02.fa3_share : .1%", "4.0%"),
@@ -341,7 +399,13 @@ def test_expression(root, expression, text):
         "v02",
         "v02.",
         "v02.tflop",
-        "v02.tflops + 1",
+        "v02.tflops +",
+        "v02.tflops (v01.tflops)",
+        "(v02.tflops + 1",
+        "v02.tflops + 1)",
+        "()",
+        "-1",
+        "v02.tflops % 2",
         "v02.tflops : q",
         "v02.shape",
         "v02.time_ms.x",
