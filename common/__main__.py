@@ -32,6 +32,7 @@ def _main(arguments: list[str] | None) -> int:
     bench = commands.add_parser("bench", help="measure all steps").add_mutually_exclusive_group()
     bench.add_argument("--experiments", action="store_true", help="the experiments instead")
     bench.add_argument("--grid", action="store_true", help="over a grid of shapes")
+    bench.add_argument("--distributions", action="store_true", help="on many kinds of inputs")
     bench.add_argument("--latency", action="store_true", help="what small calls cost")
     compare = commands.add_parser("compare", help="diff of two steps, and what it changes")
     compare.add_argument("first")
@@ -67,7 +68,14 @@ def _run(options: argparse.Namespace) -> int:
 
         launch_once(find_step(options.name))
         return 0
-    from .commands import bench, bench_grid, bench_latency, profile, run_steps
+    from .commands import (
+        bench,
+        bench_distributions,
+        bench_grid,
+        bench_latency,
+        profile,
+        run_steps,
+    )
 
     if options.command == "step":
         return run_steps(options.names)
@@ -75,6 +83,8 @@ def _run(options: argparse.Namespace) -> int:
         return profile(options.names)
     if options.latency:
         return bench_latency()
+    if options.distributions:
+        return bench_distributions()
     return bench_grid() if options.grid else bench(options.experiments)
 
 

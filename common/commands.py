@@ -123,6 +123,14 @@ def bench_grid() -> int:
     return _report(measure_grid(), tables.grid)
 
 
+def bench_distributions() -> int:
+    """Measures the latest steps and their peers on many kinds of inputs."""
+    _require_gpu()
+    from .bench.distributions import measure_distributions
+
+    return _report(measure_distributions(), tables.distributions)
+
+
 def bench_latency() -> int:
     """Measures what small calls of attention() and of the peers cost."""
     _require_gpu()

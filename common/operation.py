@@ -68,11 +68,15 @@ class Operation:
         )
 
     def flops(self, problem: Problem) -> int:
-        """Of the products of matrices, a multiply-add counted as two; half of them when causal."""
+        """Of the products of matrices, a multiply-add counted as two.
+
+        With a causal mask those of the visible keys: half of the square of the last queries and
+        keys, by FlashAttention's convention, and all keys before it.
+        """
         shape = problem.shape
-        scores = shape.batch * shape.heads * shape.seq_q * shape.seq_k
-        full = 2 * self.products * scores * shape.head_dim
-        return full // 2 if problem.causal else full
+        side = min(shape.seq_q, shape.seq_k) if problem.causal else 0
+        scores = 2 * shape.seq_q * (shape.seq_k - side) + side**2  # twice as many
+        return self.products * shape.batch * shape.heads * scores * shape.head_dim
 
 
 FORWARD = Operation(

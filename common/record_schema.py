@@ -20,6 +20,7 @@ PRODUCER_EVENTS = ("load K", "load V")
 CONSUMER_EVENTS = ("start S", "end S", "end softmax", "start PV", "end PV")
 OUTPUT_EVENTS = ("start O", "end O")  # after the last tile of a work tile
 TIMELINE_TILES = 6  # shown by its diagram
+SHARES = ("rescaled", "redone")  # of the work tiles
 EACH = object()  # stands for all keys of a dict that the form does not name
 
 
@@ -44,6 +45,10 @@ def _positive(value: object) -> bool:
 
 def _count(value: object) -> bool:
     return _is(value, int) and value > 0
+
+
+def _share(value: object) -> bool:
+    return _is(value, NUMBER) and 0 <= value <= 1
 
 
 def _is(value: object, form: type | tuple[type, ...]) -> bool:
@@ -201,6 +206,13 @@ GRID_RECORD = {
     "sources": {EACH: _CODE},
     "ceiling": {"matmul": str, "tflops": _positive, "samples_ms": _some([_positive])},
     "cells": _some([CELL]),
+}
+_SHARE = AnyOf([type(None), _share])
+DISTRIBUTIONS_RECORD = {
+    "device": str,
+    "sources": {EACH: _CODE},
+    "repairs": AnyOf([type(None), _SOURCE]),
+    "cells": _some([{**CELL, "dtype": str, "inputs": str, **dict.fromkeys(SHARES, _SHARE)}]),
 }
 _SAMPLES = _some({EACH: _some([_positive])})
 _LATENCY_CELL = {**_CELL, "device_us": _SAMPLES, "host_us": _SAMPLES, "missing": {EACH: str}}

@@ -2,9 +2,10 @@
 
 The modules of common/bench/ write them: vNN.json is a step's (headline.py), and
 experiments/vNN_what.json that of a variant; grid.json is of many shapes (grid.py), and
-grid_previous.json the run before, if that was of the same sources; timelines/vNN.json has the
-clocks of a pipeline (timeline.py); latency.json is what small calls cost (latency.py);
-profiles/static/vNN.json is what is known without a GPU (static_analysis.py).
+grid_previous.json the run before, if that was of the same sources; distributions.json and
+distributions_previous.json are the same of many kinds of inputs (distributions.py);
+timelines/vNN.json has the clocks of a pipeline (timeline.py); latency.json is what small calls cost
+(latency.py); profiles/static/vNN.json is what is known without a GPU (static_analysis.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ HEADLINE_GPU = "h200"  # the folder whose records README.md and worklog.md show
 # In the folder of a GPU.
 GRID_FILE = "grid.json"
 GRID_PREVIOUS_FILE = "grid_previous.json"
+DISTRIBUTIONS_FILE = "distributions.json"
+DISTRIBUTIONS_PREVIOUS_FILE = "distributions_previous.json"
 LATENCY_FILE = "latency.json"
 
 # What a repeated call of attention() runs on the host.

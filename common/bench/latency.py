@@ -79,7 +79,7 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
     calls |= {name: peer.forward for name, peer in peers.items() if isinstance(peer, Peer)}
     for name, call in calls.items():
         trial = try_call(call, FORWARD, expected.outputs)
-        require_right(name, trial, case, expected)
+        require_right(name, trial.errors, case, expected)
     tensors = (q, k, v, *empty_outputs(FORWARD, (q, k, v)))
     launch = partial(backend.prepare(step, tensors, causal=case.causal), *tensors, case.scale)
     before = device_state()

@@ -94,7 +94,7 @@ def change_table(record_set: RecordSet, first: Step, second: Step) -> str:
     ]
     return markdown(columns, rows) + (
         f"\n\nTimes and counters are those of profiles/{record_set.folder.name}, resources and "
-        f"instructions those of profiles/{STATIC}: one number a kernel. Instructions are counted "
+        f"instructions those of profiles/{STATIC}: one number per kernel. Instructions are counted "
         "as they stand in the code. Of opcodes and reasons to stall, those that differ are shown."
         + (f" Other opcodes: {', '.join(others)}." if others else "")
     )

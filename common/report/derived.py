@@ -55,12 +55,12 @@ def top_stalls(values: dict[str, float | None], count: int = 2) -> list[tuple[st
     return sorted(stalls, key=lambda stall: -stall[1])[:count]
 
 
-def grid_ratios(grid: dict, step: str) -> dict[str, float]:
+def peer_ratios(record: dict, step: str) -> dict[str, float]:
     """By cell: the step's rate over the fastest peer's, where both were measured."""
     ratios = {}
-    for cell in grid["cells"]:
+    for cell in record["cells"]:
         rates = {name: rate for name, rate in cell["tflops"].items() if isinstance(rate, NUMBER)}
-        peers = [rate for name, rate in rates.items() if name not in grid["sources"]]
+        peers = [rate for name, rate in rates.items() if name not in record["sources"]]
         if step in rates and peers:
             ratios[cell["name"]] = rates[step] / max(peers)
     return ratios

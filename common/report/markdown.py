@@ -2,9 +2,10 @@
 
 Generated text stands between HTML comments, which render invisibly:
 
-    <!-- table: results -->…<!-- end -->          or memory, peers, grid, latency, counters,
-                                                  sass, banks, resources v04, experiments v04, and
-                                                  with its letter, results v, those of a ladder
+    <!-- table: results -->…<!-- end -->          or memory, peers, grid, distributions,
+                                                  latency, sass, banks, and resources v04,
+                                                  counters v04, experiments v04, and with its
+                                                  letter, results v, those of a ladder
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
 They show the H200's records and the static ones; in the results table those of any other GPU
@@ -23,25 +24,29 @@ from ..paths import ROOT
 from ..records import HEADLINE_GPU, STATIC, write_atomically
 from . import diagrams, tables
 from .expressions import evaluate
-from .plots import render_plots, same_plot
+from .plots import render_plots
 from .record_set import RecordSet, load_record_set
-from .timeline_plot import draw_timeline
+from .timeline_plot import render_timelines
 
 REQUIRED_TABLES = {
     "README.md": ("results", "grid"),
-    "worklog.md": ("results", "memory", "peers", "counters", "sass", "banks", "grid", "latency"),
+    "worklog.md": ("results", "memory", "peers", "sass", "banks", "grid", "latency"),
 }
 
 TABLES = {
     "memory": tables.memory,
     "peers": tables.peers,
     "grid": tables.grid,
+    "distributions": tables.distributions,
     "latency": tables.latency,
-    "counters": tables.counters,
     "sass": tables.sass,
     "banks": tables.banks,
 }
-STEP_TABLES = {"resources": tables.resources, "experiments": tables.experiments}
+STEP_TABLES = {
+    "resources": tables.resources,
+    "counters": tables.counters,
+    "experiments": tables.experiments,
+}
 
 _OPENING = r"<!-- (?:table:|=)"
 _MARKER = re.compile(
@@ -76,11 +81,9 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
         except UsageError as error:
             errors.append(str(error))
     for one in (headline, *others):
-        for name, svg in render_plots(one).items():
-            contents[one.folder / name] = svg
-        for name, record in one.timelines.records.items():
-            svg = draw_timeline(record, stale=name in one.timelines.stale)
-            contents[one.folder / "timelines" / f"{name}.svg"] = svg
+        contents |= {one.folder / name: svg for name, svg in render_plots(one).items()}
+        timelines = render_timelines(one.timelines)
+        contents |= {one.folder / "timelines" / name: svg for name, svg in timelines.items()}
     contents |= {root / "figures" / name: svg for name, svg in diagrams.figures().items()}
     different = [path for path, content in contents.items() if not _same(path, content)]
     if not check:
@@ -142,7 +145,7 @@ def _table(name: str, record_set: RecordSet, others: list[RecordSet]) -> str:
     raise UsageError(
         f"there are the tables results (with a ladder's letter: {', '.join(OPERATIONS)}), "
         f"{', '.join(TABLES)} and, with the name of a step, "
-        f"{' and '.join(STEP_TABLES)}"
+        f"{', '.join(STEP_TABLES)}"
     )
 
 
@@ -157,7 +160,6 @@ def _results(operation: Operation, record_set: RecordSet, others: list[RecordSet
 
 def _same(path: Path, content: str) -> bool:
     try:
-        old = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8") == content
     except (OSError, UnicodeDecodeError):
         return False
-    return same_plot(old, content) if path.suffix == ".svg" else old == content

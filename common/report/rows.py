@@ -10,8 +10,8 @@ from typing import Any
 
 from ..metrics import smem_bytes, spill_bytes
 from ..operation import operation_of
-from ..record_schema import NUMBER
-from .derived import FA3, derived, grid_ratios, readable, static_derived, top_stalls
+from ..record_schema import NUMBER, SHARES
+from .derived import FA3, derived, peer_ratios, readable, static_derived, top_stalls
 from .record_set import CHANGED, NOT_MEASURED, STALE, RecordSet
 
 Row = dict[str, Any]
@@ -118,16 +118,53 @@ def grid(record_set: RecordSet) -> list[Row]:
     names = measured + [
         name for name in record["cells"][0]["tflops"] if name not in record["sources"]
     ]
-    ratios = grid_ratios(record, measured[-1])
+    ratios = peer_ratios(record, measured[-1])
     keys = ("name", "head_dim", "causal", "batch", "heads", "kv_heads", "seq")
     return [
         {
             **{key: cell[key] for key in keys},
+            "seq_k": cell.get("seq_k", cell["seq"]),
             "tflops": {name: _number(cell["tflops"].get(name)) for name in names},
             "ratio": ratios.get(cell["name"]),
         }
         for cell in record["cells"]
     ]
+
+
+def distributions(record_set: RecordSet) -> list[Row]:
+    """A row for each kind of inputs, dtype and mask; by_head_dim has what a cell says.
+
+    ratio and before are the rates of the last step and of the one before it over the fastest
+    peer's, rescaled and redone shares of the work tiles; each is None where it is missing.
+    """
+    if record_set.distributions is None:
+        return []
+    record = record_set.distributions.record
+    last = latest_steps(record_set, record)
+    if not last:
+        return []
+    ratios, before, *_ = *(peer_ratios(record, name) for name in last), {}
+    by_row: dict[tuple, Row] = {}
+    for cell in record["cells"]:
+        key = (cell["inputs"], cell["dtype"], cell["causal"])
+        row = by_row.setdefault(
+            key, {**dict(zip(("inputs", "dtype", "causal"), key, strict=True)), "by_head_dim": {}}
+        )
+        row["by_head_dim"][str(cell["head_dim"])] = {
+            "ratio": ratios.get(cell["name"]),
+            "before": before.get(cell["name"]),
+            **{share: cell[share] for share in SHARES},
+        }
+    order = list(dict.fromkeys(cell["inputs"] for cell in record["cells"]))
+    return sorted(
+        by_row.values(), key=lambda row: (order.index(row["inputs"]), row["dtype"], row["causal"])
+    )
+
+
+def latest_steps(record_set: RecordSet, record: dict) -> list[str]:
+    """The last step of the ladder in a record of cells, then the one before it, if any."""
+    measured = [step.name for step in record_set.steps if step.name in record["sources"]]
+    return measured[:-3:-1]
 
 
 def _number(value: object) -> float | None:
@@ -168,20 +205,42 @@ def resources(record_set: RecordSet, step: str) -> list[Row]:
     return [{"kernel": name, **kernel} for name, kernel in record["resources"].items()]
 
 
-def counters(record_set: RecordSet) -> list[Row]:
-    """A row a kernel of each step: what Nsight Compute counted, or None."""
-    rows = []
-    for step, record in record_set.measured.records.items():
-        collected = record["counters"]
-        if isinstance(collected, str) or step in record_set.measured.stale:
-            status = collected if isinstance(collected, str) else STALE
-            rows.append({"step": step, "status": status})
-            continue
-        rows += [
-            {"step": step, "kernel": kernel, **numbers, "stalls": top_stalls(collected[kernel])}
-            for kernel, numbers in readable(collected).items()
-        ]
-    return rows
+def counters(record_set: RecordSet, step: str) -> list[Row]:
+    """One row per kernel of the step, after that of the same kernel in the step before.
+
+    What Nsight Compute counted, or None.
+    """
+    names = [each.name for each in record_set.of(operation_of(step)).steps]
+    place = names.index(step)
+    kernels = _counters(record_set, step)
+    if isinstance(kernels, str):
+        return [{"step": step, "status": kernels}]
+    before = _counters(record_set, names[place - 1]) if place else {}
+    found = []
+    for kernel, row in kernels.items():
+        if not isinstance(before, str) and kernel in before:
+            found.append(before[kernel])
+        found.append(row)
+    return found
+
+
+def _counters(record_set: RecordSet, step: str) -> dict[str, Row] | str:
+    """One row per kernel, or why there is none."""
+    if step in record_set.measured.stale:
+        return CHANGED
+    record = record_set.measured.current(step)
+    collected = record if isinstance(record, str) else record["counters"]
+    if isinstance(collected, str):
+        return collected
+    return {
+        kernel: {
+            "step": step,
+            "kernel": kernel,
+            **numbers,
+            "stalls": top_stalls(collected[kernel]),
+        }
+        for kernel, numbers in readable(collected).items()
+    }
 
 
 def sass(record_set: RecordSet) -> list[Row]:
