@@ -55,8 +55,11 @@ class Ceilings:
     bf16_tensor_tflops: float
 
 
-# Datasheet of the H200 SXM; its 1979 BF16 TFLOP/s count sparsity.
-CEILINGS = {"h200": Ceilings(dram_tb_per_s=4.8, fp32_tflops=67, bf16_tensor_tflops=989.5)}
+# Datasheets of the SXM modules; their 1979 BF16 TFLOP/s count sparsity.
+CEILINGS = {
+    "h100": Ceilings(dram_tb_per_s=3.35, fp32_tflops=67, bf16_tensor_tflops=989.5),
+    "h200": Ceilings(dram_tb_per_s=4.8, fp32_tflops=67, bf16_tensor_tflops=989.5),
+}
 
 # Per SM and clock, on Hopper.
 BF16_TENSOR_FLOP = 4096
