@@ -177,6 +177,11 @@ class RepairingBackend:
         return [words.view(-1).view(torch.uint8)]
 
 
+def test_a_wrong_step_is_not_timed(without_a_gpu):
+    with pytest.raises(UsageError, match="v01 is wrong on d64_causal_fp16_normal_4"):
+        measure_inputs(RepairingBackend(error=0.1), [V01, V02], TINY, None)
+
+
 def test_repairs_of_a_wrong_kernel_are_not_counted():
     drawn = make_inputs(TINY, "cpu")
     expected = expect(TINY, *drawn)
@@ -188,25 +193,22 @@ def test_repairs_of_a_wrong_kernel_are_not_counted():
         count_repairs(RepairingBackend(error=0.1), V03, TINY, drawn, expected)
 
 
-@pytest.fixture
-def with_fake_times(monkeypatch):
-    cell = {**fake_distributions(V01, V02)["cells"][0], "name": TINY.name}
-    monkeypatch.setattr(distributions, "measure_cell", lambda *_: cell)
-    return {"schema": 2, "device": "NVIDIA H200", "sources": {}, "repairs": None}
-
-
-def test_measured_cell(with_fake_times):
+def test_measured_cell(without_a_gpu):
+    case = replace(TINY, inputs=inputs.DISTRIBUTIONS["normal_4"])
     count = partial(count_repairs, RepairingBackend(), V02)
-    cell = measure_inputs(RepairingBackend(), [V01, V02], TINY, count)
-    assert find_error(with_fake_times | {"cells": [cell]}, DISTRIBUTIONS_RECORD) is None
+    cell = measure_inputs(RepairingBackend(), [V01, V02], case, count)
+    record = fake_distributions(V01, V02) | {"cells": [cell]}
+    assert find_error(record, DISTRIBUTIONS_RECORD) is None
     assert (cell["dtype"], cell["inputs"]) == ("fp16", "normal_4")
+    assert list(cell["tflops"]) == ["v01", "v02", "sdpa_cudnn", "sdpa_flash"]
     assert (cell["rescaled"], cell["redone"]) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize("count", [None, partial(count_repairs, RepairingBackend("sm_90a"), V02)])
-def test_cell_without_repairs(with_fake_times, count):
+def test_cell_without_repairs(without_a_gpu, count):
     cell = measure_inputs(RepairingBackend(), [V01, V02], TINY, count)
-    assert find_error(with_fake_times | {"cells": [cell]}, DISTRIBUTIONS_RECORD) is None
+    record = fake_distributions(V01, V02) | {"cells": [cell]}
+    assert find_error(record, DISTRIBUTIONS_RECORD) is None
     assert (cell["rescaled"], cell["redone"]) == (None, None)
 
 
