@@ -45,11 +45,15 @@ _HOST_FILES = (
 )
 
 _VENDORS = {"nvidia"}
+_MEMORY = re.compile(r"\b\d+gb hbm\w*")
 
 
 def gpu_folder(device: str) -> str:
-    """The folder of a device's records: "NVIDIA GeForce RTX 4090" -> "geforce_rtx_4090"."""
-    words = re.findall(r"[a-z0-9]+", device.lower())
+    """The folder of a device's records: "NVIDIA GeForce RTX 4090" -> "geforce_rtx_4090".
+
+    Without memory that is told with its kind: "NVIDIA H100 80GB HBM3" -> "h100".
+    """
+    words = re.findall(r"[a-z0-9]+", _MEMORY.sub("", device.lower()))
     return "_".join(word for word in words if word not in _VENDORS)
 
 

@@ -140,16 +140,16 @@ def distributions(record_set: RecordSet) -> list[Row]:
     if record_set.distributions is None:
         return []
     record = record_set.distributions.record
-    last = latest_steps(record_set, record)
-    if not last:
+    steps = latest_steps(record_set, record)
+    if not steps:
         return []
-    ratios, before, *_ = *(peer_ratios(record, name) for name in last), {}
+    ratios = peer_ratios(record, steps[0])
+    before = peer_ratios(record, steps[1]) if len(steps) == 2 else {}
+    keys = ("inputs", "dtype", "causal")
     by_row: dict[tuple, Row] = {}
     for cell in record["cells"]:
-        key = (cell["inputs"], cell["dtype"], cell["causal"])
-        row = by_row.setdefault(
-            key, {**dict(zip(("inputs", "dtype", "causal"), key, strict=True)), "by_head_dim": {}}
-        )
+        values = tuple(cell[key] for key in keys)
+        row = by_row.setdefault(values, {**dict(zip(keys, values, strict=True)), "by_head_dim": {}})
         row["by_head_dim"][str(cell["head_dim"])] = {
             "ratio": ratios.get(cell["name"]),
             "before": before.get(cell["name"]),

@@ -29,7 +29,7 @@ from common.record_schema import DISTRIBUTIONS_RECORD, find_error
 from common.records import read_record, write_record
 from common.report import plots, tables
 from common.report.expressions import evaluate
-from common.report.markdown import regenerate
+from common.report.markdown import REQUIRED_TABLES, regenerate
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
@@ -178,6 +178,11 @@ class RepairingBackend:
         return [words.view(-1).view(torch.uint8)]
 
 
+def test_a_wrong_step_is_not_timed(without_a_gpu):
+    with pytest.raises(UsageError, match="v01 is wrong on d64_causal_fp16_normal_4"):
+        measure_inputs(RepairingBackend(error=0.1), [V01, V02], TINY, None)
+
+
 def test_repairs_of_a_wrong_kernel_are_not_counted():
     drawn = make_inputs(TINY, "cpu")
     expected = expect(TINY, *drawn)
@@ -189,25 +194,22 @@ def test_repairs_of_a_wrong_kernel_are_not_counted():
         count_repairs(RepairingBackend(error=0.1), V03, TINY, drawn, expected)
 
 
-@pytest.fixture
-def with_fake_times(monkeypatch):
-    cell = {**fake_distributions(V01, V02)["cells"][0], "name": TINY.name}
-    monkeypatch.setattr(distributions, "measure_cell", lambda *_: cell)
-    return {"schema": 2, "device": "NVIDIA H200", "sources": {}, "repairs": None}
-
-
-def test_measured_cell(with_fake_times):
+def test_measured_cell(without_a_gpu):
+    case = replace(TINY, inputs=inputs.DISTRIBUTIONS["normal_4"])
     count = partial(count_repairs, RepairingBackend(), V02)
-    cell = measure_inputs(RepairingBackend(), [V01, V02], TINY, count)
-    assert find_error(with_fake_times | {"cells": [cell]}, DISTRIBUTIONS_RECORD) is None
+    cell = measure_inputs(RepairingBackend(), [V01, V02], case, count)
+    record = fake_distributions(V01, V02) | {"cells": [cell]}
+    assert find_error(record, DISTRIBUTIONS_RECORD) is None
     assert (cell["dtype"], cell["inputs"]) == ("fp16", "normal_4")
+    assert list(cell["tflops"]) == ["v01", "v02", "sdpa_cudnn", "sdpa_flash"]
     assert (cell["rescaled"], cell["redone"]) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize("count", [None, partial(count_repairs, RepairingBackend("sm_90a"), V02)])
-def test_cell_without_repairs(with_fake_times, count):
+def test_cell_without_repairs(without_a_gpu, count):
     cell = measure_inputs(RepairingBackend(), [V01, V02], TINY, count)
-    assert find_error(with_fake_times | {"cells": [cell]}, DISTRIBUTIONS_RECORD) is None
+    record = fake_distributions(V01, V02) | {"cells": [cell]}
+    assert find_error(record, DISTRIBUTIONS_RECORD) is None
     assert (cell["rescaled"], cell["redone"]) == (None, None)
 
 
@@ -443,7 +445,7 @@ def test_plot(record_set):
 
 def test_check_finds_an_edit_of_table_and_plot(record_set, tmp_path):
     record_set()
-    required = ("results", "memory", "peers", "counters", "grid", "latency", "sass", "banks")
+    required = REQUIRED_TABLES["worklog.md"]
     tables_ = "".join(f"<!-- table: {name} --><!-- end -->\n" for name in required)
     (tmp_path / "README.md").write_text(tables_)
     (tmp_path / "worklog.md").write_text(f"{tables_}<!-- table: distributions --><!-- end -->\n")

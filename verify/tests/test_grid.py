@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.bench import cells, grid, timing, trial
-from common.bench.peers import Peer
+from common.bench import cells, grid
 from common.catalog import all_steps
 from common.errors import UsageError
 from common.operation import FORWARD
@@ -103,24 +102,6 @@ class TorchBackend:
         o.copy_(result[0])
         o[self.where] += self.error
         lse.copy_(result[1])
-
-
-@pytest.fixture
-def without_a_gpu(monkeypatch):
-    """Every call takes 2 ms, a round of all 0.2 s, and one of two peers is there."""
-
-    def load(q, k, v, *, causal, without):
-        assert without == ("sdpa_math",)
-        o, _ = attention_reference(q, k, v, causal=causal, softmax_scale=TINY.scale)
-        return {"sdpa_cudnn": "no such shape", "sdpa_flash": Peer(lambda: o, "torch")}
-
-    monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
-    monkeypatch.setattr(cells, "load", load)
-    monkeypatch.setattr(timing, "device_state", lambda: "not collected")
-    monkeypatch.setattr(cells, "_seconds", lambda calls: 0.2)
-    monkeypatch.setattr(
-        timing, "time_interleaved", lambda calls, rounds: {name: [2.0] * rounds for name in calls}
-    )
 
 
 def test_measured_cell(without_a_gpu):
@@ -269,7 +250,7 @@ def test_table(record_set):
         "| d64_causal_4096 | 64 | causal | 4 × 32 | 4096 | 4096 " + rates,
     ]
     caption = text.splitlines()[-1]
-    assert "NVIDIA H200 in bf16, inputs normally distributed" in caption
+    assert f"NVIDIA H200 in bf16; {tables.INPUTS}; " in caption
     assert "Median of 3 interleaved rounds" in caption
     assert "throttle reasons after: none" in caption
     assert "In the run before" not in caption

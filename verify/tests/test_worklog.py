@@ -15,7 +15,7 @@ from common.catalog import all_steps, find_step
 from common.errors import UsageError
 from common.metrics import METRICS
 from common.paths import ROOT
-from common.records import write_record
+from common.records import gpu_folder, write_record
 from common.report import markdown, rows
 from common.report.diagrams import figures
 from common.report.expressions import evaluate
@@ -50,6 +50,7 @@ WORKLOG = """# Title
 <!-- table: experiments v02 --><!-- end -->
 """
 FIGURES = [f"figures/{name}" for name in figures()]
+CELL_PLOTS = ("grid", "distributions")
 PLOTS = ["profiles/h200/steps.svg", "profiles/h200/steps_dark.svg"]
 GENERATED = ["README.md", "worklog.md", *PLOTS, *FIGURES]
 
@@ -195,6 +196,36 @@ def test_another_gpu_gets_a_table_of_its_own(root):
     assert readme.index("NVIDIA H200;") < readme.index("On the NVIDIA GeForce RTX 4090:")
 
 
+def test_tables_of_another_gpu_stand_where_they_are_asked_for(root):
+    markers = "".join(
+        f"<!-- table: {kind} h100 --><!-- end -->\n"
+        for kind in ("results", "grid", "distributions", "memory")
+    )
+    (root / "README.md").write_text(README + markers)
+    regenerate(root)
+    readme = (root / "README.md").read_text()
+    for kind in ("results", "grid", "distributions", "memory"):
+        assert f"<!-- table: {kind} h100 -->\n\nnot measured\n\n<!-- end -->" in readme
+    device = {"device": "NVIDIA H100 80GB HBM3"}
+    folder = root / "profiles" / gpu_folder(device["device"])
+    write_record(folder / "grid.json", fake_grid(V01, V02) | device)
+    write_record(folder / "distributions.json", fake_distributions(V01, V02) | device)
+    changed = regenerate(root)
+    plots = [f"profiles/h100/{name}{dark}.svg" for name in CELL_PLOTS for dark in ("", "_dark")]
+    assert changed == ["README.md", *plots]
+    readme = (root / "README.md").read_text()
+    assert "<!-- table: results h100 -->\n\nnot measured\n" in readme
+    assert readme.count("TFLOP/s on the NVIDIA H100 80GB HBM3 in bf16") == 1
+    assert "(d64_bf16_normal_1). NVIDIA H100 80GB HBM3; batch 4" in readme
+    write_record(folder / "v02.json", fake_record(V02) | device)
+    assert "profiles/h100/steps_dark.svg" in regenerate(root)
+    results, following = (root / "README.md").read_text().split("<!-- table: results h100 -->")
+    assert "H100" not in results.split("<!-- table: grid -->")[0]  # it has a table of its own
+    assert following.startswith("\n\n| Version |")
+    assert "NVIDIA H100 80GB HBM3; batch 4, heads 16" in following
+    assert "On the NVIDIA H100" in (root / "worklog.md").read_text()
+
+
 def test_without_records_nothing_is_made_up(root):
     for path in (root / "profiles/h200").iterdir():
         path.unlink()
@@ -337,6 +368,9 @@ def test_check_finds_a_missing_plot(root):
         ("worklog.md", "memory --><!-- end -->", "memory -->", "no <!-- end -->"),
         ("README.md", "0<!-- end --> ms", "0 ms", "no <!-- end -->"),
         ("README.md", "table: results", "table: result", "marker <!-- table: result -->"),
+        ("README.md", "table: grid", "table: ", "marker <!-- table:  -->"),
+        ("README.md", "table: grid", "table: grid H100", "marker <!-- table: grid H100 -->"),
+        ("worklog.md", "table: sass", "table: sass h100", "marker <!-- table: sass h100 -->"),
         ("README.md", "v02.time_ms", "v02.time", "no 'time'"),
         ("README.md", "v02.time_ms", "v77.time_ms", "no 'v77'"),
     ],
