@@ -51,6 +51,7 @@ from common.report.diagrams.svg import (
     MUTED,
     ON_ACCENT,
     PAGE,
+    RED,
     TINTS,
     WIDTH,
 )
@@ -486,7 +487,7 @@ def test_text_stands_out(theme):
     assert contrast(ON_ACCENT, ACCENT) >= 4.5
     for fill in (PAGE, EMPTY, *TINTS, *BANK_COLORS):
         assert contrast(INK, fill) >= 4.5, fill
-    for color in (MUTED, *MARKS):
+    for color in (MUTED, RED, *MARKS):
         assert contrast(color, PAGE) >= 4.5, color
 
 
