@@ -18,6 +18,7 @@ from .diagrams.svg import (
     MUTED,
     PAGE,
     RAMP,
+    RED,
     RULE,
     SMALL,
     TITLE,
@@ -223,7 +224,7 @@ def _grid(grid: Cells) -> Drawing:
         if ratio := ratios.get(cell["name"]):
             below = ratio < 1
             text = f"{ratio:.2f} ×"
-            color = ACCENT if below else INK
+            color = RED if below else INK
             drawing.text(left + PANEL + 50, y, text, SMALL, color, anchor="end", bold=below)
     return drawing
 

@@ -51,6 +51,7 @@ from common.report.diagrams.svg import (
     MUTED,
     ON_ACCENT,
     PAGE,
+    RED,
     TINTS,
     WIDTH,
 )
@@ -364,22 +365,22 @@ def test_online_softmax_has_no_p_above_one():
 
 
 def test_a_shift_is_raised_only_beyond_the_bound():
-    repaired = 0
+    """To the tile's maximum, so that no P is above 1 any more."""
+    raised = 0
     for logits, values in rows_of_logits():
         m = max(logits[0])
-        for step in shifted(logits, values, BOUND):
-            if step.repair:
-                repaired += 1
-                assert step.repair.l > BOUND
-                assert 1 <= step.after.l < 2
-                m += step.repair.exponent
+        for step, s in zip(shifted(logits, values, BOUND), logits, strict=True):
+            high = sum(Fraction(2) ** (one - m) for one in s) > BOUND
+            assert bool(step.high) == (step.raised > 0) == high
+            assert not high or max(step.p) == 1
+            m += step.raised
             assert step.after.m == m
-            assert step.after.l <= BOUND
-    assert repaired
+            raised += high
+    assert raised
 
 
 def test_the_shift_figure_shows_a_tile_of_each_kind():
-    kinds = [(bool(step.repair), max(step.p) > 1) for step in shifted(LOGITS, VALUES, BOUND)]
+    kinds = [(bool(step.high), max(step.p) > 1) for step in shifted(LOGITS, VALUES, BOUND)]
     assert kinds == [(False, False), (False, True), (True, False)]
 
 
@@ -486,7 +487,7 @@ def test_text_stands_out(theme):
     assert contrast(ON_ACCENT, ACCENT) >= 4.5
     for fill in (PAGE, EMPTY, *TINTS, *BANK_COLORS):
         assert contrast(INK, fill) >= 4.5, fill
-    for color in (MUTED, *MARKS):
+    for color in (MUTED, RED, *MARKS):
         assert contrast(color, PAGE) >= 4.5, color
 
 

@@ -21,13 +21,13 @@ from .fragments import (
     wavefronts,
 )
 from .svg import (
-    ACCENT,
     BANK_COLORS,
     EMPTY,
     INK,
     LANE,
     MUTED,
     NONE,
+    RED,
     SMALL,
     TINTS,
     TITLE,
@@ -183,7 +183,7 @@ def _named_and_received(drawing: Drawing, top: float, row_of: RowOf, element_of:
         for lane in range(8 * m, 8 * m + 8):
             row = row_of(lane)[0]
             middle = y + (row - key + 0.5) * 19
-            style = {"color": ACCENT, "bold": True} if lane == LANE else {}
+            style = {"color": RED, "bold": True} if lane == LANE else {}
             drawing.text(x - 18, middle, f"T{lane}", SMALL, anchor="end", **style)
             drawing.line(x - 16, middle, x - 3, middle, arrow=True)
             if not d:

@@ -13,7 +13,7 @@ from .svg import ACCENT, EMPTY, MUTED, TINTS, TITLE, WIDTH, Drawing, text_width
 
 LOGITS = ((1, 3, 2), (5, 4, 3), (9, 8, 7))  # a row of S, in tiles of three keys
 VALUES = ((4, 2, 6), (1, 8, 4), (3, 6, 4))  # of V, one column
-BOUND = 16  # of l, in the diagram
+BOUND = 16  # of the sum of a tile's P, in the diagram
 LEFT, RIGHT = 124, WIDTH - 18
 ROW, LINE = 26, 36  # a cell's height, and the way to the next one
 S_COLOR, P_COLOR, V_COLOR, STATE_COLOR = TINTS
@@ -34,22 +34,18 @@ class State:
 
 
 @dataclass(frozen=True)
-class Repair:
-    """By what power of two P, O and l became smaller, and what P and l were before."""
-
-    exponent: int
-    p: tuple[Fraction, ...]
-    l: Fraction  # noqa: E741
-
-
-@dataclass(frozen=True)
 class Step:
     """What a tile does to a row."""
 
     before: State | None
     p: tuple[Fraction, ...]
     after: State
-    repair: Repair | None = None
+    high: tuple[Fraction, ...] = ()  # P by the shift before, where that has been raised
+
+    @property
+    def raised(self) -> int:
+        """By how much the tile has raised the shift."""
+        return self.after.m - self.before.m if self.before else 0
 
 
 def online(logits: Sequence[Sequence[int]], values: Sequence[Sequence[int]]) -> list[Step]:
@@ -67,19 +63,16 @@ def online(logits: Sequence[Sequence[int]], values: Sequence[Sequence[int]]) -> 
 def shifted(
     logits: Sequence[Sequence[int]], values: Sequence[Sequence[int]], bound: int
 ) -> list[Step]:
-    """m is the first tile's maximum, until l exceeds the bound."""
+    """m is the first tile's maximum, until the sum of a tile's P exceeds the bound."""
     steps: list[Step] = []
     for s, v in zip(logits, values, strict=True):
         before = steps[-1].after if steps else None
         now = before or State(max(s), Fraction(0), Fraction(0))
-        p = _exponentials(s, now.m)
-        now = State(now.m, now.l + sum(p), now.o)
-        repair = None
-        if now.l > bound:
-            repair = Repair(int(now.l).bit_length() - 1, p, now.l)
-            now = now.scaled(repair.exponent)
+        p, high = _exponentials(s, now.m), ()
+        if sum(p) > bound:
+            now, high = now.scaled(max(s) - now.m), p
             p = _exponentials(s, now.m)
-        steps.append(Step(before, p, State(now.m, now.l, now.o + _dot(p, v)), repair))
+        steps.append(Step(before, p, State(now.m, now.l + sum(p), now.o + _dot(p, v)), high))
     return steps
 
 
@@ -93,7 +86,7 @@ def _dot(p: Sequence[Fraction], v: Sequence[int]) -> Fraction:
 
 def figures() -> dict[str, Drawing]:
     """The drawings by the names of their files."""
-    return {"online_softmax": _online_softmax(), "first_tile_shift": _first_tile_shift()}
+    return {"online_softmax": _online_softmax(), "first_maximum": _first_maximum()}
 
 
 def _number(x: Fraction | int) -> str:
@@ -175,53 +168,54 @@ def _online_softmax() -> Drawing:
     return drawing
 
 
-def _first_tile_shift() -> Drawing:
+def _first_maximum() -> Drawing:
     """Nine numbers in three tiles, by the first one's maximum; the third exceeds the bound."""
     steps = shifted(LOGITS, VALUES, BOUND)
-    drawing = Drawing(470)
+    drawing = Drawing(506)
     rows = _Rows(drawing, len(steps), 14)
     title = "No running maximum: that of the first tile shifts the whole row"
     drawing.text(18, 22, title, TITLE, bold=True)
-    names = ("S", "m", "P = 2^(S − m)", "l = Σ P", "repair", "P · 2^−e", "l, O · 2^−e", "m + e")
-    tops = {name: 64 + LINE * n for n, name in enumerate((*names, "V", "O = P V"))}
+    names = ("S", "m", "P = 2^(S − m)", "Σ P", "repair", "P · 2^−e", "l, O · 2^−e", "m + e")
+    tops = {name: 64 + LINE * n for n, name in enumerate((*names, "l", "V", "O = P V"))}
     for name, y in tops.items():
         rows.name(y, name)
-    for n, (s, v, step) in enumerate(zip(LOGITS, VALUES, steps, strict=False)):
+    for n, (s, v, step) in enumerate(zip(LOGITS, VALUES, steps, strict=True)):
         middle = rows.lefts[n] + rows.width / 2
         drawing.text(middle, 50, f"tile {n}", color=MUTED, anchor="middle")
         rows.cells(tops["S"], n, S_COLOR, [_number(one) for one in s])
         rows.cells(tops["V"], n, V_COLOR, [_number(one) for one in v])
-        repair = step.repair
-        p, total = (repair.p, repair.l) if repair else (step.p, step.after.l)
-        color = ACCENT if repair else P_COLOR
-        rows.cells(tops["P = 2^(S − m)"], n, color, [_number(one) for one in p])
         m = f"max({', '.join(map(_number, s))}) = {step.after.m}"
         rows.cells(tops["m"], n, STATE_COLOR, [_number(step.before.m) if step.before else m])
-        terms = _sum([*([step.before.l] if step.before else []), *p])
-        compared = f" > {BOUND}" if repair else ""
-        color = ACCENT if repair else STATE_COLOR
-        rows.cells(tops["l = Σ P"], n, color, [f"{terms} = {_number(total)}{compared}"])
-        o = step.before.o if step.before else Fraction(0)
-        if repair:
-            e, scaled = repair.exponent, step.before.scaled(repair.exponent)
-            text = f"e = {e}, as 2^{e} ≤ l < 2^{e + 1}"
+        p = step.high or step.p
+        color = ACCENT if step.high else P_COLOR
+        rows.cells(tops["P = 2^(S − m)"], n, color, [_number(one) for one in p])
+        compared = f" > {BOUND}" if step.high else ""
+        rows.cells(tops["Σ P"], n, color, [f"{_sum(p)} = {_number(sum(p))}{compared}"])
+        carried = step.before
+        if step.before and step.high:
+            e = step.raised
+            carried = step.before.scaled(e)
+            text = f"e = {e}, as the largest P is 2^{e}"
             rows.cells(tops["repair"], n, EMPTY, [text])
             rows.cells(tops["P · 2^−e"], n, P_COLOR, [_number(one) for one in step.p])
-            both = [f"l = {_number(step.after.l)}", f"O = {_number(scaled.o)}"]
+            both = [f"l = {_number(carried.l)}", f"O = {_number(carried.o)}"]
             rows.cells(tops["l, O · 2^−e"], n, STATE_COLOR, both)
-            text = f"{step.before.m} + {e} = {step.after.m}"
+            text = f"{step.before.m} + {e} = {carried.m}"
             rows.cells(tops["m + e"], n, STATE_COLOR, [text])
-            o = scaled.o
         else:
             height = tops["m + e"] + ROW - tops["repair"]
-            text = f"l ≤ {BOUND}: nothing to do"
+            text = f"Σ P ≤ {BOUND}: nothing to do"
             drawing.cell(rows.lefts[n], tops["repair"], rows.width, height, EMPTY, text)
-        product = _products(step.p, v)
-        terms = f"{_number(o)} + {product}" if step.before else product
-        rows.cells(tops["O = P V"], n, STATE_COLOR, [f"{terms} = {_number(step.after.o)}"])
-    end = _result(drawing, tops["O = P V"] + 52, steps[-1].after)
+        total, product = _number(sum(step.p)), _products(step.p, v)
+        if carried:
+            total = f"{_number(carried.l)} + {total} = {_number(step.after.l)}"
+            product = f"{_number(carried.o)} + {product}"
+        rows.cells(tops["l"], n, STATE_COLOR, [total])
+        rows.cells(tops["O = P V"], n, STATE_COLOR, [f"{product} = {_number(step.after.o)}"])
+    y = tops["O = P V"] + 52
+    end = _result(drawing, y, steps[-1].after)
     text = "Powers of two change exponents only: nothing is rounded, and no S is needed again."
-    drawing.text(end + 12, tops["O = P V"] + 52, text, color=MUTED)
+    drawing.text(end + 12, y, text, color=MUTED)
     return drawing
 
 

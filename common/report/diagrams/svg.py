@@ -16,6 +16,7 @@ SMALL, NORMAL, TITLE = 11, 12, 13
 INK, MUTED, PAGE, RULE = "ink", "muted", "page", "rule"
 TINTS = ("tint0", "tint1", "tint2", "tint3")
 ACCENT, ON_ACCENT, EMPTY = "accent", "on-accent", "empty"
+RED = "red"  # of text, where ACCENT is of boxes
 NONE = "none"  # nothing is filled, or stroked
 BANK_COLORS = tuple(f"bank{group}" for group in range(8))
 RAMP = tuple(f"ramp{n}" for n in range(8))  # from pale to strong
@@ -34,6 +35,7 @@ COLORS = {
     EMPTY: ("#eff2f5", "#212830"),
     ACCENT: ("#b5402c", "#c24a35"),
     ON_ACCENT: ("#ffffff", "#ffffff"),
+    RED: ("#b5402c", "#ff7b72"),
     "tint0": ("#cfe2f5", "#1d4570"),
     "tint1": ("#d3ecc8", "#24552c"),
     "tint2": ("#fbe0bd", "#694312"),
