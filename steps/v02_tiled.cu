@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS)
     const float* scores = static_cast<const float*>(p.workspace[0]) + row * row_pitch(p);
     Element* probabilities = static_cast<Element*>(p.workspace[1]) + row * row_pitch(p);
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    const float scale_log2 = p.softmax_scale * LOG2_E;
 
     float row_max = -INFINITY;
     for (int j = threadIdx.x; j < visible; j += SOFTMAX_THREADS)
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS)
             x[i] = start + i < visible ? exp2f(x[i] * scale_log2 - shift) * inverse : 0.0f;
         store_vector(&probabilities[start], x);
     }
-    if (threadIdx.x == 0) p.lse[row] = shift * 0.6931471805599453f + logf(row_sum);
+    if (threadIdx.x == 0) p.lse[row] = shift * LN_2 + logf(row_sum);
 }
 
 // O = P V  [batch, heads, seq_q, HEAD_DIM]

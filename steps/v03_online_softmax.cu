@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     }
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    const float scale_log2 = p.softmax_scale * LOG2_E;
     float o_acc[HEAD_DIM] = {};
     float row_max = -INFINITY;  // m, in units of log2
     float row_sum = 0.0f;       // l
@@ -164,5 +164,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     }
     // log sum exp = m ln 2 + log l; -inf where no key is visible.
     p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + row] =
-        row_sum == 0.0f ? -INFINITY : row_max * 0.6931471805599453f + logf(row_sum);
+        row_sum == 0.0f ? -INFINITY : row_max * LN_2 + logf(row_sum);
 }

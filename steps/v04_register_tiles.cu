@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     load_transposed(smem.q, q + q_start * p.q_stride.row, p.q_stride.row, p.seq_q - q_start);
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    const float scale_log2 = p.softmax_scale * LOG2_E;
     float o_acc[ROWS][CHUNKS][4] = {};
     float row_max[ROWS];       // m, in units of log2
     float row_sum[ROWS] = {};  // this thread's share of l
@@ -238,6 +238,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
         // log sum exp = m ln 2 + log l; -inf where no key is visible.
         if (lane == 0)
             p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + row] =
-                sum == 0.0f ? -INFINITY : row_max[r] * 0.6931471805599453f + logf(sum);
+                sum == 0.0f ? -INFINITY : row_max[r] * LN_2 + logf(sum);
     }
 }

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     load_tile(smem.q, q + q_start * p.q_stride.row, p.q_stride.row, p.seq_q - q_start);
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    const float scale_log2 = p.softmax_scale * LOG2_E;
     Accumulator o_acc[DIM / 16];
 #pragma unroll
     for (int n = 0; n < DIM / 16; ++n) wmma::fill_fragment(o_acc[n], 0.0f);
@@ -213,5 +213,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     // log sum exp = m ln 2 + log l; -inf where no key is visible.
     if (part == 0 && q_row < p.seq_q)
         p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + q_row] =
-            row_sum == 0.0f ? -INFINITY : row_max * 0.6931471805599453f + logf(row_sum);
+            row_sum == 0.0f ? -INFINITY : row_max * LN_2 + logf(row_sum);
 }

@@ -63,13 +63,6 @@ __device__ void load_tile(Element (&tile)[TILE_ROWS][PITCH], const Element* rows
     }
 }
 
-// The maximum (or sum) over the 4 lanes that share a row, known to all of them.
-template <typename Combine>
-__device__ float quad_reduce(float x, Combine combine) {
-    x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return combine(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
@@ -112,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     }
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    const float scale_log2 = p.softmax_scale * LOG2_E;
     // A lane's elements of S and O: of the rows 16 m + 8 r + lane / 4, in s_acc[m][n][2 r + i] and
     // o_acc[m][n][2 r + i], the columns 8 n + 2 (lane % 4) + i; r and i are 0 and 1.
     float o_acc[M_FRAGS][DIM / 8][4] = {};
@@ -176,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
                 for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) tile_max = fmaxf(tile_max, s_acc[m][n][2 * r + i]);
-                tile_max = quad_reduce(tile_max, [](float x, float y) { return fmaxf(x, y); });
+                tile_max = quad_max(tile_max);
                 const float row_max_new = fmaxf(row_max[m][r], tile_max * tile_scale);
                 // Before the first visible key m' = -inf; 2^(s - 0) = 0 there, 2^(-inf + inf) is NaN.
                 shift[m][r] = row_max_new == -INFINITY ? 0.0f : row_max_new;
@@ -232,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = q_start + warp_row + 16 * m + 8 * r + lane / 4;
-            const float sum = quad_reduce(row_sum[m][r], [](float x, float y) { return x + y; });
+            const float sum = quad_sum(row_sum[m][r]);
             if (row >= p.seq_q) continue;
             const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
             Element* o =
@@ -246,6 +239,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
             // log sum exp = m ln 2 + log l; -inf where no key is visible.
             if (lane % 4 == 0)
                 p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + row] =
-                    sum == 0.0f ? -INFINITY : row_max[m][r] * 0.6931471805599453f + logf(sum);
+                    sum == 0.0f ? -INFINITY : row_max[m][r] * LN_2 + logf(sum);
         }
 }
