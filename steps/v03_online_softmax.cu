@@ -6,7 +6,7 @@
 //     seq_k; here neither exists. A multiplication takes one word from shared memory, as in v02: no
 //     faster is predicted
 // limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_80
-//     above head_dim 160 a row of O does not fit in a thread's registers: right, but slow; fp32
+//     above head_dim 160 a row of O does not fit in a thread's registers: correct, but slow; fp32
 //     needs more than the 99 KiB of shared memory of sm_86 and sm_89 from head_dim 160 on
 #include "attention.cuh"
 

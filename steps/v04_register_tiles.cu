@@ -1,7 +1,7 @@
 // v04 -- register tiles: a thread owns a small tile of S and of O
 // change: 16 threads share a query row and each works on ROWS rows, so that a value from shared
 //     memory serves several multiplications; row max and sum by warp shuffles; P goes through
-//     shared memory, because the threads that need a row of it are not those that computed it
+//     shared memory, because the threads that need a row of it are not the ones that computed it
 // why: v03 takes a word from shared memory for each multiplication; here it is 3/8 in S = Q K^T and
 //     1/4 in O += P V, so that the multipliers become the limit: 1.7 times v03
 // limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_80

@@ -1,14 +1,14 @@
 // v06 -- mma.sync: S, P and the softmax stay in registers
 // change: the tensor cores by mma.sync, whose register layout is documented: a lane knows the row and
-//     column of each of its elements of S, computes the softmax where they are, and what it holds of
-//     P is its share of the next product's operand; ldmatrix fetches the other operands
+//     column of each of its elements of S, computes the softmax in place, and what it holds of P is
+//     its share of the next product's operand; ldmatrix loads the other operands
 // why: in v05 the operands come 4 bytes a lane, and S and P pass through shared memory both ways;
 //     a quarter of the load instructions and four fifths of the bytes are left: 1.7 times v05
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_80
 #include "copy.cuh"
 #include "mma.cuh"
 
-constexpr int M_FRAGS = 1;  // fragments of 16 query rows, a warp's
+constexpr int M_FRAGS = 1;  // a warp's fragments of 16 query rows
 constexpr int WARP_ROWS = 16 * M_FRAGS;
 constexpr int NUM_WARPS = 4;
 constexpr int NUM_THREADS = 32 * NUM_WARPS;
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     const Element* k = p.k + batch * p.k_stride.batch + kv_head * p.k_stride.head;
     const Element* v = p.v + batch * p.v_stride.batch + kv_head * p.v_stride.head;
     const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x / 32 * WARP_ROWS;  // of the block, the warp's first
+    const int warp_row = threadIdx.x / 32 * WARP_ROWS;  // the warp's first row in the block
     // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
     const int offset = p.seq_k - p.seq_q;
     const int block_keys = CAUSAL ? min(p.seq_k, q_start + BLOCK_M + offset) : p.seq_k;
@@ -72,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
     const float scale_log2 = p.softmax_scale * LOG2_E;
-    // A lane's elements of S and O: of the rows 16 m + 8 r + lane / 4, in s_acc[m][n][2 r + i] and
-    // o_acc[m][n][2 r + i], the columns 8 n + 2 (lane % 4) + i; r and i are 0 and 1.
+    // A lane's s_acc[m][n][2 r + i] and o_acc[m][n][2 r + i], with r and i 0 or 1, are the elements
+    // of S and O in row 16 m + 8 r + lane / 4 of the warp's rows and column 8 n + 2 (lane % 4) + i.
     float o_acc[M_FRAGS][DIM / 8][4] = {};
     float row_max[M_FRAGS][2];       // m, in units of log2
     float row_sum[M_FRAGS][2] = {};  // this lane's share of l
@@ -149,8 +149,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
         // ---- O += P V  [BLOCK_M, HEAD_DIM], [WARP_ROWS, DIM] of it in each warp
 #pragma unroll
         for (int j = 0; j < BLOCK_N; j += 16) {
-            // P = 2^(S - m'): what a lane holds of two accumulators [16, 8] side by side is what it
-            // has to hold of an operand [16, 16].
+            // P = 2^(S - m'): a lane's elements of two accumulators [16, 8] side by side are its
+            // elements of an operand [16, 16].
             uint32_t p_frag[M_FRAGS][4];
 #pragma unroll
             for (int m = 0; m < M_FRAGS; ++m)

@@ -1,8 +1,8 @@
 // v09 -- warp specialization: one warpgroup copies, the others compute, and softmax hides
 // change: a producer warpgroup starts all copies and gives its registers to two or three consumers;
 //     empty barriers instead of __syncthreads; a consumer starts S of the next tile and O += P V of
-//     this one before it computes the next softmax; consumers take turns at the tensor cores; Q in
-//     registers where there is room
+//     this one before it computes the next softmax; ping-pong: consumers take turns at the tensor
+//     cores; Q in registers where there is room
 // why: in v08 the tensor cores wait during the softmax, 0.4 of the products' own time, and all warps
 //     wait for each other at every tile; with a warpgroup's softmax under the products of the others
 //     and under its own, little more than the products' time is left: 1.3 times v08
@@ -21,7 +21,7 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
 constexpr int TURN = 1, Q_READ = TURN + CONSUMERS;
 constexpr int BLOCK_M = 64 * CONSUMERS;              // query rows, 64 a warpgroup
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 80;  // keys of a tile
-// Q in registers where there is room, turns where softmax takes about as long as the products.
+// Q in registers where there is room, ping-pong where softmax takes about as long as the products.
 constexpr bool Q_IN_REGISTERS = 64 < HEAD_DIM && HEAD_DIM <= 128;
 constexpr bool TAKE_TURNS = HEAD_DIM <= 128;
 constexpr int NUM_STAGES = 2;  // tiles of K, and of V, in shared memory
@@ -55,8 +55,8 @@ __constant__ LaunchDescriptor launch_descriptor = {
 };
 }
 
-// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros where the tensor ends, and
-// announces its bytes to the barrier. For one thread.
+// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros past its ends, and
+// announces its bytes to the barrier. Called by one thread.
 template <int ROWS>
 __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int head, int batch,
                           Mbarrier& full) {
@@ -78,7 +78,7 @@ __device__ uint64_t mn_major(const Tile<ROWS>& tile, int key) {
     return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), SWIZZLE_128B_TILE);
 }
 
-// Where TMA puts a tile's 8 elements from column d on: 8 chunks of a row change places.
+// Where TMA puts a tile's 8 elements from column d on: the 8 chunks of a row are permuted.
 template <int ROWS>
 __device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
     return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const int offset = p.seq_k - p.seq_q;
     const int block_keys = CAUSAL ? min(p.seq_k, q_start + BLOCK_M + offset) : p.seq_k;
     const int num_tiles = max(0, (block_keys + BLOCK_N - 1) / BLOCK_N);
-    // The same in all lanes; the shuffle tells the compiler so.
+    // Uniform across the warp; the shuffle tells the compiler so.
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int lane = threadIdx.x % 32;
 
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         const int stage = tile % NUM_STAGES;
         load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, kv_head, batch, smem.v_full[stage]);
     };
-    // The tiles of a stage are the phases of its barriers. Phase -1 counts as completed from the
+    // A stage's barriers complete one phase per tile. Phase -1 counts as completed from the
     // beginning: a new stage is empty.
     const auto wait_for = [](Mbarrier& barrier, int phase) {
         while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (warpgroup == CONSUMERS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x != PRODUCER) return;
-        // K of a tile, then V of the tile before: as the consumers need them.
+        // K of a tile, then V of the tile before: the order in which the consumers need them.
         for (int tile = 1; tile <= num_tiles; ++tile) {
             if (tile < num_tiles) {
                 wait_for(smem.k_empty[tile % NUM_STAGES], tile / NUM_STAGES - 1);
@@ -147,14 +147,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     }
 
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    const int group_row = 64 * warpgroup;        // of the block, the warpgroup's first
+    const int group_row = 64 * warpgroup;        // the warpgroup's first row in the block
     const int warp_row = threadIdx.x / 32 * 16;  // and the warp's
     const auto release = [&](Mbarrier& empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
     // Ping-pong: consumers start their products in turn, so that one computes softmax while another
-    // multiplies. Barrier TURN + w takes the 128 threads of warpgroup w, which wait, and the 128 of its
-    // predecessor, which have started theirs. Nobody takes the last turn.
+    // multiplies. At barrier TURN + w the 128 threads of warpgroup w wait for the 128 of its
+    // predecessor to have started theirs. The last turn is never taken.
     const auto wait_for_turn = [&] {
         if (TAKE_TURNS) bar_sync(TURN + warpgroup, 256);
     };
@@ -165,8 +165,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
     const float scale_log2 = p.softmax_scale * LOG2_E;
-    // A lane's elements of S and O: of the rows 8 r + lane / 4 of its warp's 16, in
-    // s_acc[n][2 r + i] and o_acc[n][2 r + i], the columns 8 n + 2 (lane % 4) + i.
+    // A lane's s_acc[n][2 r + i] and o_acc[n][2 r + i], with r and i 0 or 1, are the elements of S
+    // and O in row 8 r + lane / 4 of its warp's 16 and column 8 n + 2 (lane % 4) + i.
     float o_acc[DIM / 8][4] = {};
     float row_max[2] = {-INFINITY, -INFINITY};  // m, in units of log2
     float row_sum[2] = {};                      // this lane's share of l
@@ -244,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
     };
 
-    // P as wgmma wants its operand A.
+    // P in the layout of wgmma's operand A.
     const auto convert_p = [&] {
 #pragma unroll
         for (int j = 0; j < BLOCK_N / 16; ++j)
@@ -329,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
         stmatrix_x4(swizzled<BLOCK_M>(smem.q, warp_row + lane % 16, 8 * n + lane / 16 * 8), o_frag);
     }
-    fence_proxy_async();  // of each writer, before the barrier
+    fence_proxy_async();  // by each writer, before the barrier
     __syncwarp();
     if (lane == 0) {
 #pragma unroll
