@@ -1,7 +1,6 @@
 """All steps: the folder is the only list of them.
 
-A malformed file in it is an error where that step is asked for and where every step must be there;
-the other steps are not affected.
+A malformed file is an error only for a caller that asks for that step, or that needs every step.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def _catalog() -> _Catalog:
 
 
 def _read(path: Path, paths: list[Path]) -> Step:
-    """The step in one of paths. Raises UsageError unless it has a name of its own."""
+    """The step in one of paths. Raises UsageError unless its name is unique."""
     file = _FILE.fullmatch(path.name)
     if not file:
         raise UsageError(
@@ -68,7 +67,7 @@ def all_steps() -> tuple[Step, ...]:
 
 
 def steps_to_run() -> tuple[Step, ...]:
-    """All steps, for a command that goes through them; names each malformed file on stderr.
+    """All steps, for a command that loops over them; each malformed file is named on stderr.
 
     Raises UsageError where no step is left.
     """
@@ -80,7 +79,7 @@ def steps_to_run() -> tuple[Step, ...]:
 
 
 def require_well_formed() -> None:
-    """Raises UsageError where a file is malformed: for results that are wrong without a step."""
+    """Raises UsageError where a file is malformed, for results that would lack its step."""
     if errors := _catalog().errors:
         raise UsageError("; ".join(errors.values()))
 

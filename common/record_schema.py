@@ -20,7 +20,7 @@ PRODUCER_EVENTS = ("load K", "load V")
 CONSUMER_EVENTS = ("start S", "end S", "end softmax", "start PV", "end PV")
 OUTPUT_EVENTS = ("start O", "end O")  # after the last tile of a work tile
 TIMELINE_TILES = 6  # shown by its diagram
-EACH = object()  # stands for all keys of a dict that the form does not name
+EACH = object()  # stands for every key of a dict that the form does not name
 
 
 class AnyOf(tuple):
@@ -57,7 +57,7 @@ def _some(form: object) -> Callable[[object], bool]:
 
 
 def _clocks(value: object) -> bool:
-    """Clocks by warpgroup and event, growing from tile to tile; more tiles than are shown."""
+    """Clocks by warpgroup and event, increasing from tile to tile; more tiles than are shown."""
     if find_error(value, _CLOCKS):
         return False
     lists = [times for events in value.values() for times in events.values()]
@@ -116,7 +116,7 @@ _SOURCE = {"step": str, **_CODE}
 
 
 def _outcome(operation: Operation) -> dict:
-    """Errors of the first output, at least: all that a peer gives."""
+    """Errors by output: at least the first one's, the only one that a peer returns."""
     return {
         "time_ms": _positive,
         "time_p25_ms": _positive,

@@ -11,7 +11,7 @@ from .operation import OPERATIONS, Operation, operation_of
 from .problem import Specialization
 from .source import code_sha256
 
-# Of the ladders. The first is meant where a step is called by its number alone.
+# The ladders' letters. The first is implied where a step is named by its number alone.
 LETTERS = "".join(OPERATIONS)
 DTYPES = ("bf16", "fp16", "fp32")
 # Compute capabilities that nvcc of CUDA 13 knows. From 9.0 on, an "a" after the number admits
@@ -26,7 +26,7 @@ _LIMITS = re.compile(
 )
 _LARGE_SMEM = re.compile(r"more than the \d+ KiB of shared memory of .* from head_dim (\d+) on")
 
-HEAD_DIMS = range(8, 257, 8)  # that the cases of verify/ cover: no step can promise others
+HEAD_DIMS = range(8, 257, 8)  # those that the cases of verify/ cover: a step can promise no others
 
 
 @dataclass(frozen=True)

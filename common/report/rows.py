@@ -1,4 +1,4 @@
-"""The rows of the tables as plain values: numbers, texts, and lists of one number a kernel.
+"""The rows of the tables as plain values: numbers, texts, and lists of one number per kernel.
 
 A key that a row lacks does not apply to it. "status" says why a row has no numbers.
 """
@@ -20,7 +20,7 @@ GROWS = 3  # memory that more than triples when the sequence doubles holds all s
 
 
 def steps(record_set: RecordSet) -> list[Row]:
-    """A row a step."""
+    """One row per step."""
     rows = []
     for step in record_set.steps:
         row = {
@@ -52,7 +52,7 @@ def steps(record_set: RecordSet) -> list[Row]:
 
 
 def peers(record_set: RecordSet) -> list[Row]:
-    """A row a peer of the latest run."""
+    """One row per peer of the latest run."""
     if record_set.newest is None:
         return []
     measured = record_set.newest["peers"]
@@ -77,7 +77,7 @@ def peers(record_set: RecordSet) -> list[Row]:
 
 
 def memory(record_set: RecordSet) -> list[Row]:
-    """A row a sequence length: the peak memory of some steps, and the last's saving over the first.
+    """One row per sequence length: peak memory of some steps, and the last's saving over the first.
 
     The steps are those that hold all scores, then the latest that does not; None does not fit.
     """
@@ -105,7 +105,7 @@ def _holds_scores(curve: dict[int, int | None]) -> bool:
 
 
 def grid(record_set: RecordSet) -> list[Row]:
-    """A row a shape: the rates of steps and peers, None where missing.
+    """One row per shape: the rates of steps and peers, None where missing.
 
     ratio is the last step's rate over the fastest peer's.
     """
@@ -135,7 +135,7 @@ def _number(value: object) -> float | None:
 
 
 def latency(record_set: RecordSet) -> list[Row]:
-    """A row a shape: microseconds that a call of each candidate takes of the device and the host.
+    """One row per shape: microseconds of device and host time that a call of each candidate takes.
 
     None where a candidate is missing.
     """
@@ -161,7 +161,7 @@ def latency(record_set: RecordSet) -> list[Row]:
 
 
 def resources(record_set: RecordSet, step: str) -> list[Row]:
-    """A row a kernel of the step: what the compiler gave it."""
+    """One row per kernel of the step: what the compiler gave it."""
     record = record_set.measured.current(step)
     if isinstance(record, str):
         return []
@@ -169,7 +169,7 @@ def resources(record_set: RecordSet, step: str) -> list[Row]:
 
 
 def counters(record_set: RecordSet) -> list[Row]:
-    """A row a kernel of each step: what Nsight Compute counted, or None."""
+    """One row per kernel of each step: what Nsight Compute counted, or None."""
     rows = []
     for step, record in record_set.measured.records.items():
         collected = record["counters"]
@@ -185,7 +185,7 @@ def counters(record_set: RecordSet) -> list[Row]:
 
 
 def sass(record_set: RecordSet) -> list[Row]:
-    """A row a kernel of each step: what the compiler gave it, and instructions in its code.
+    """One row per kernel of each step: what the compiler gave it, and instructions in its code.
 
     instructions counts each opcode, or says why they are not counted.
     """
@@ -216,7 +216,7 @@ def sass(record_set: RecordSet) -> list[Row]:
 
 
 def banks(record_set: RecordSet) -> list[Row]:
-    """A row a place where a step or an experiment accesses shared memory."""
+    """One row per place where a step or an experiment accesses shared memory."""
     rows = []
     for name, record in record_set.static.records.items():
         if name in record_set.static.stale:
@@ -239,7 +239,7 @@ def banks(record_set: RecordSet) -> list[Row]:
 
 
 def experiments(record_set: RecordSet, step: str) -> list[Row]:
-    """A row an experiment on the step: tried, predicted, measured against it in the same run."""
+    """One row per experiment on the step: tried, predicted, measured against it in the same run."""
     rows = []
     for patch in record_set.patches:
         if patch.step.name != step:

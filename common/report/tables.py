@@ -18,7 +18,7 @@ Show = Callable[[Any], str]  # the text of one value
 
 
 def results(record_set: RecordSet) -> str:
-    """A row a step, then a row a peer, and below what they ran on."""
+    """One row per step, then one per peer, and below what they ran on."""
     columns = {
         "Version": _linked,
         "Change": _first(_value("title"), _value("route"), _value("missing", lambda _: "missing")),
@@ -116,7 +116,7 @@ def peers(record_set: RecordSet) -> str:
 
 
 def grid(record_set: RecordSet) -> str:
-    """A row a shape: the rates, and the last step's over that of the fastest peer."""
+    """One row per shape: the rates, and the last step's over that of the fastest peer."""
     found = rows.grid(record_set)
     if not found:
         return NOT_MEASURED
@@ -175,7 +175,7 @@ def _summary(ratios: dict[str, float]) -> str:
 
 
 def latency(record_set: RecordSet) -> str:
-    """A row a shape: what a call takes of the device and of the host, by step and peer."""
+    """One row per shape: device and host time of a call, by step and peer."""
     found = rows.latency(record_set)
     if not found:
         return CHANGED if record_set.latency else NOT_MEASURED
@@ -212,7 +212,7 @@ def _samples(by_name: dict[str, list[float]]) -> int:
 
 
 def resources(record_set: RecordSet, step: str) -> str:
-    """A row a kernel of the step: what the compiler gave it."""
+    """One row per kernel of the step: what the compiler gave it."""
     columns = {
         "Kernel": _value("kernel", _code),
         ">Registers": _value("registers"),
@@ -227,7 +227,7 @@ def resources(record_set: RecordSet, step: str) -> str:
 
 
 def counters(record_set: RecordSet) -> str:
-    """A row a kernel of each step: what Nsight Compute counted."""
+    """One row per kernel of each step: what Nsight Compute counted."""
 
     def percent(title: str, name: str) -> tuple[str, Cell]:
         return f">{title} %", _value(f"{name}_percent", "{:.0f}".format, none="n/a")
@@ -265,7 +265,7 @@ def counters(record_set: RecordSet) -> str:
 
 
 def sass(record_set: RecordSet) -> str:
-    """A row a kernel of each step: what the compiler gave it, and instructions in its code."""
+    """One row per kernel of each step: what the compiler gave it, and instructions in its code."""
     columns = {
         "Kernel": _kernel,
         ">Registers": _value("registers"),
@@ -304,7 +304,7 @@ def _opcode(opcode: str) -> Cell:
 
 
 def banks(record_set: RecordSet) -> str:
-    """A row a place where a step or an experiment accesses shared memory: wavefronts, conflicts."""
+    """One row per access to shared memory in the source: wavefronts, conflicts."""
 
     def per_access(row: Row) -> str:
         if "access" not in row:
@@ -330,7 +330,7 @@ def banks(record_set: RecordSet) -> str:
 
 
 def experiments(record_set: RecordSet, step: str) -> str:
-    """A row an experiment: tried, predicted, measured against the step in the same run."""
+    """One row per experiment: tried, predicted, measured against the step in the same run."""
     columns = {
         "Experiment": _linked,
         "Tried": _value("tries"),

@@ -10,7 +10,7 @@ from .derived import FA3, derived, static_derived
 
 
 def measured(record: dict) -> str:
-    """What was measured, a line each."""
+    """What was measured, one line each."""
     numbers = derived(record)
     fa3 = record["peers"][FA3]
     lines = [
@@ -56,7 +56,7 @@ def compiled(record: dict) -> str:
 
 
 def bank_conflicts(places: list[dict]) -> str:
-    """The banks of a static record: a row a place in the source."""
+    """The banks of a static record: one row per place in the source."""
     columns = ["access", ">accesses", ">least wavefronts", ">wavefronts", ">conflicts", "code"]
     rows = [
         [
