@@ -218,7 +218,7 @@ def highest_step(
     """The step that attention() uses where none is given. Raises UsageError where none can run."""
     spec = specialization((q, k, v), causal)
     refusals: dict[str, str] = {}
-    for step in reversed(all_steps()):
+    for step in reversed([step for step in all_steps() if step.operation == FORWARD]):
         reason = backend.refusal(step, spec)
         if reason is None:
             alignment = backend.descriptor(step, spec).alignment
