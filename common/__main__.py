@@ -32,7 +32,7 @@ def _main(arguments: list[str] | None) -> int:
     bench = commands.add_parser("bench", help="measure all steps").add_mutually_exclusive_group()
     bench.add_argument("--experiments", action="store_true", help="the experiments instead")
     bench.add_argument("--grid", action="store_true", help="over a grid of shapes")
-    bench.add_argument("--latency", action="store_true", help="the latency of small calls")
+    bench.add_argument("--latency", action="store_true", help="what small calls cost")
     compare = commands.add_parser("compare", help="diff of two steps, and what it changes")
     compare.add_argument("first")
     compare.add_argument("second")

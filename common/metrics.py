@@ -74,5 +74,10 @@ def smem_bytes(kernel: dict) -> int:
     return kernel["static_smem"] + kernel["dynamic_smem"]
 
 
+def num_conflicts(place: dict) -> int:
+    """Of accesses to shared memory in a static record: the wavefronts beyond the ideal."""
+    return place["wavefronts"] - place["ideal"]
+
+
 def spill_bytes(kernel: dict) -> int:
     return kernel["spill_store_bytes"] + kernel["spill_load_bytes"]

@@ -68,7 +68,7 @@ class Operation:
         )
 
     def flops(self, problem: Problem) -> int:
-        """FLOPs of the matrix products: a multiply-add counts as two; half of them when causal."""
+        """Of the products of matrices, a multiply-add counted as two; half of them when causal."""
         shape = problem.shape
         scores = shape.batch * shape.heads * shape.seq_q * shape.seq_k
         full = 2 * self.products * scores * shape.head_dim

@@ -20,7 +20,7 @@ PRODUCER_EVENTS = ("load K", "load V")
 CONSUMER_EVENTS = ("start S", "end S", "end softmax", "start PV", "end PV")
 OUTPUT_EVENTS = ("start O", "end O")  # after the last tile of a work tile
 TIMELINE_TILES = 6  # shown by its diagram
-EACH = object()  # stands for every key of a dict that the form does not name
+EACH = object()  # stands for all keys of a dict that the form does not name
 
 
 class AnyOf(tuple):

@@ -45,7 +45,7 @@ class _Value:
 
 
 def evaluate(expression: str, record_set: RecordSet) -> str:
-    """The text of an inline number. Raises UsageError for an invalid expression."""
+    """The text of an inline number. Raises UsageError for an expression that means nothing."""
     match = _EXPRESSION.fullmatch(expression)
     if not match:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The rows of the tables as plain values: numbers, texts, and lists of one number per kernel.
+"""The rows of the tables as plain values: numbers, texts, and lists of one number a kernel.
 
 A key that a row lacks does not apply to it. "status" says why a row has no numbers.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from ..metrics import smem_bytes, spill_bytes
+from ..metrics import num_conflicts, smem_bytes, spill_bytes
 from ..operation import operation_of
 from ..record_schema import NUMBER
 from .derived import FA3, derived, grid_ratios, readable, static_derived, top_stalls
@@ -77,7 +77,7 @@ def peers(record_set: RecordSet) -> list[Row]:
 
 
 def memory(record_set: RecordSet) -> list[Row]:
-    """One row per sequence length: peak memory of some steps, and the last's saving over the first.
+    """One row per sequence length: the peak memory of some steps, the last's saving over the first.
 
     The steps are those that hold all scores, then the latest that does not; None does not fit.
     """
@@ -135,7 +135,7 @@ def _number(value: object) -> float | None:
 
 
 def latency(record_set: RecordSet) -> list[Row]:
-    """One row per shape: microseconds of device and host time that a call of each candidate takes.
+    """A row a shape: microseconds that a call of each candidate takes of the device and the host.
 
     None where a candidate is missing.
     """
@@ -169,7 +169,7 @@ def resources(record_set: RecordSet, step: str) -> list[Row]:
 
 
 def counters(record_set: RecordSet) -> list[Row]:
-    """One row per kernel of each step: what Nsight Compute counted, or None."""
+    """A row a kernel of each step: what Nsight Compute counted, or None."""
     rows = []
     for step, record in record_set.measured.records.items():
         collected = record["counters"]
@@ -231,7 +231,7 @@ def banks(record_set: RecordSet) -> list[Row]:
                 if operations.count(place["operation"]) > 1
                 else place["operation"],
                 **{key: place[key] for key in ("accesses", "ideal", "wavefronts")},
-                "conflicts": place["wavefronts"] - place["ideal"],
+                "conflicts": num_conflicts(place),
             }
             for place in record["banks"]
         ]

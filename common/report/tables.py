@@ -175,7 +175,7 @@ def _summary(ratios: dict[str, float]) -> str:
 
 
 def latency(record_set: RecordSet) -> str:
-    """One row per shape: device and host time of a call, by step and peer."""
+    """One row per shape: what a call takes of the device and of the host, by step and peer."""
     found = rows.latency(record_set)
     if not found:
         return CHANGED if record_set.latency else NOT_MEASURED
@@ -227,7 +227,7 @@ def resources(record_set: RecordSet, step: str) -> str:
 
 
 def counters(record_set: RecordSet) -> str:
-    """One row per kernel of each step: what Nsight Compute counted."""
+    """A row a kernel of each step: what Nsight Compute counted."""
 
     def percent(title: str, name: str) -> tuple[str, Cell]:
         return f">{title} %", _value(f"{name}_percent", "{:.0f}".format, none="n/a")
@@ -304,7 +304,7 @@ def _opcode(opcode: str) -> Cell:
 
 
 def banks(record_set: RecordSet) -> str:
-    """One row per access to shared memory in the source: wavefronts, conflicts."""
+    """A row a place where a step or an experiment accesses shared memory: wavefronts, conflicts."""
 
     def per_access(row: Row) -> str:
         if "access" not in row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..metrics import OPCODES, smem_bytes, spill_bytes
+from ..metrics import OPCODES, num_conflicts, smem_bytes, spill_bytes
 from ..text import kib, markdown, megabytes
 from .derived import FA3, derived, static_derived
 
@@ -62,7 +62,7 @@ def bank_conflicts(places: list[dict]) -> str:
         [
             place["operation"],
             *(str(place[key]) for key in ("accesses", "ideal", "wavefronts")),
-            str(place["wavefronts"] - place["ideal"]),
+            str(num_conflicts(place)),
             place["code"],
         ]
         for place in places
