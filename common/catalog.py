@@ -49,8 +49,8 @@ def _read(path: Path, paths: list[Path]) -> Step:
     file = _FILE.fullmatch(path.name)
     if not file:
         raise UsageError(
-            f"{path}: a step's file is called like {LETTERS[0]}04_register_tiles.cu: a letter "
-            f"({', '.join(LETTERS)}), two digits, and a word or more joined by _"
+            f"{path}: name a step's file like {LETTERS[0]}04_register_tiles.cu: a letter "
+            f"({', '.join(LETTERS)}), two digits, then words joined by _"
         )
     for other in paths:
         if other != path and other.name.startswith(f"{file['name']}_"):
@@ -74,7 +74,7 @@ def steps_to_run() -> tuple[Step, ...]:
     for error in _catalog().errors.values():
         print(f"warning: skipped {error}", file=sys.stderr)
     if not all_steps():
-        raise UsageError(f"no step in {STEPS_DIR}: a file there is called {LETTERS[0]}04_what.cu")
+        raise UsageError(f"no steps in {STEPS_DIR}: name a file there like {LETTERS[0]}04_what.cu")
     return all_steps()
 
 

@@ -23,8 +23,8 @@ _LIMITS = re.compile(
     r"(?P<dtypes>[a-z]\w*(?:, [a-z]\w*)*); "
     r"head_dim (?P<lowest>\d+)-(?P<highest>\d+) by (?P<multiple>\d+); "
     r"sm_(?P<arch>\d+)(?P<exact>a?)\b"
+    r"(; more than \d+ KiB of shared memory from head_dim (?P<large_smem>\d+) on)?"
 )
-_LARGE_SMEM = re.compile(r"more than the \d+ KiB of shared memory of .* from head_dim (\d+) on")
 
 HEAD_DIMS = range(8, 257, 8)  # those that the cases of verify/ cover: a step can promise no others
 
@@ -130,8 +130,8 @@ def read_step(path: Path) -> Step:
 
 
 def _parse_limits(path: Path, text: str) -> Limits:
-    """Of a `limits:` line. What follows the architecture is for the reader, but for this:
-    "more than the 99 KiB of shared memory of sm_86 from head_dim 160 on".
+    """Parses a `limits:` line. The architecture may be followed by
+    "; more than 99 KiB of shared memory from head_dim 160 on"; the rest is for the reader.
     """
     found = _LIMITS.match(text)
     if not found:
@@ -159,14 +159,13 @@ def _parse_limits(path: Path, text: str) -> Limits:
         known = ", ".join(f"sm_{known}" for known in ARCHITECTURES)
         raise UsageError(
             f"{path}: 'limits:' can name {known}, from sm_{FIRST_EXACT_ARCHITECTURE} on also with "
-            f"an 'a' behind, not sm_{number}{found['exact']}"
+            f"a trailing 'a', not sm_{number}{found['exact']}"
         )
-    large_smem = _LARGE_SMEM.search(text)
     return Limits(
         dtypes,
         low,
         high,
         by,
         f"sm_{number}{found['exact']}",
-        int(large_smem[1]) if large_smem else None,
+        int(found["large_smem"]) if found["large_smem"] else None,
     )

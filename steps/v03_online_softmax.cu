@@ -5,9 +5,9 @@
 // why: v02 moves 12 bytes a score through global memory and needs memory that grows with seq_q *
 //     seq_k; here neither exists. A multiplication takes one word from shared memory, as in v02: no
 //     faster is predicted
-// limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_80
-//     above head_dim 160 a row of O does not fit in a thread's registers: correct, but slow; fp32
-//     needs more than the 99 KiB of shared memory of sm_86 and sm_89 from head_dim 160 on
+// limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_80; more than 99 KiB of shared memory from
+//     head_dim 160 on, in fp32, which sm_86 and sm_89 lack; above head_dim 160 a row of O does not
+//     fit in a thread's registers: correct, but slow
 #include "attention.cuh"
 
 constexpr int BLOCK_M = 128;                                    // query rows, one thread each

@@ -451,9 +451,9 @@ def _check_launch(step: Step, spec: Specialization, plan: Plan) -> None:
         if kernel.smem_bytes > most:
             raise SimtError(f"{asks} the most that a GPU for {step.limits.arch} has is {most}")
         raise SimtError(
-            f"{asks} not all GPUs for {step.limits.arch} have more than {least}: let 'limits:' say "
-            f"that it needs more than the {least // 1024} KiB of shared memory of these from "
-            f"head_dim {spec.head_dim} on, or a lower one, or name a higher architecture"
+            f"{asks} not all GPUs for {step.limits.arch} have more than {least}: after the "
+            f"architecture let 'limits:' say '; more than {least // 1024} KiB of shared memory "
+            f"from head_dim {spec.head_dim} on', or a lower one, or name a higher architecture"
         )
 
 
