@@ -28,8 +28,8 @@ def build_dir() -> Path:
             user_cache = Path.home() / ".cache"
         except RuntimeError:
             raise UsageError(
-                "there is no home directory: set ATTENTION_WORKLOG_CACHE to a folder for what is "
-                "compiled"
+                "there is no home directory: set ATTENTION_WORKLOG_CACHE to a folder for "
+                "compiled files"
             ) from None
     return user_cache / "attention-worklog"
 

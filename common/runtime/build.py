@@ -167,7 +167,7 @@ def _compile(command: list[str], source: Path, output: Path) -> Build:
             said.write_text(ended.stderr, encoding="utf-8")
             raise UsageError(
                 f"{Path(command[0]).name} cannot compile {source.name}: "
-                f"{_first_error(ended.stderr)} (all it says: {said})"
+                f"{_first_error(ended.stderr)} (full output: {said})"
             )
         log = ended.stderr + ended.stdout
         sha256 = hashlib.sha256(unfinished.read_bytes()).hexdigest()

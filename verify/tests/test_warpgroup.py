@@ -203,21 +203,21 @@ FAULTS = [
     Fault(
         "warps_of_different_numbers",
         "bar_sync(1, t < 32 ? 64 : 96);",
-        r"threads disagree .*: bar_sync @ .*: barrier 1 of (64|96) threads, while \d+ have come to "
-        "it as one of (64|96)",
+        r"threads disagree .*: bar_sync @ .*: barrier 1 of (64|96) threads, while \d+ have arrived "
+        "at it as one of (64|96)",
     ),
     Fault("half_a_warp", "if (t < 16) bar_sync(1, 64);", r"lane that has exited .*\n.* bar_sync @"),
     Fault(
         "missing_warp",
         "if (t < 64) bar_sync(7, 96);",
         r"deadlock .*\n  threads 0-63 wait at bar_sync @\n  threads 64-383 have exited\n"
-        "  barrier 7: 64 of 96 threads have come",
+        "  barrier 7: 64 of 96 threads have arrived",
     ),
     Fault(
         "syncthreads_instead",
         "if (t < 64) bar_sync(7, 384); else __syncthreads();",
         r"deadlock .*\n  threads 0-63 wait at bar_sync @\n  threads 64-383 wait at __syncthreads @"
-        r"\n  barrier 7: 64 of 384 threads have come",
+        r"\n  barrier 7: 64 of 384 threads have arrived",
     ),
 ]
 
