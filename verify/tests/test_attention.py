@@ -197,7 +197,7 @@ def test_transposed_storage_is_not_copied() -> None:
 @pytest.mark.parametrize("long", ["q", "k"])
 @pytest.mark.parametrize("layout", [contiguous, transposed])
 def test_more_than_2_to_the_31_elements(layout, long: str, step: str | None) -> None:
-    """Of q and o, or of k and v. The last queries must find the last keys, in the last head."""
+    """In q and o, or in k and v: the last queries must find the last keys, in the last head."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 40e9:
         pytest.skip("less than 40 GB are free")

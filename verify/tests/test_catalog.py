@@ -133,7 +133,7 @@ def test_other_files_are_nobodys_concern(folder, name):
 
 
 def test_two_files_of_one_name_are_both_refused(folder):
-    """Which of them was meant, nobody knows."""
+    """It is not clear which of them is meant."""
     shutil.copy(folder / "v10_fused.cu", folder / "v10_better.cu")
     assert [step.name for step in all_steps()] == [name for name in NAMES if name != "v10"]
     with pytest.raises(UsageError, match=r"v10_better.cu: v10_fused.cu is v10 too: rename one"):

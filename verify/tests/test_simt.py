@@ -23,7 +23,7 @@ from verify.tests.small_kernels import Fault, expect_report, run, write_faults, 
 
 @pytest.fixture(scope="module")
 def order_step(tmp_path_factory) -> Step:
-    """lse [2, blocks, 64]: in which order a block's threads come to two barriers.
+    """lse [2, blocks, 64]: the order in which a block's threads reach two barriers.
 
     They count in global memory: in shared memory that would be reported as a race.
     """
@@ -365,7 +365,7 @@ def test_no_fault(faults_step, seed):
 
 
 def test_a_long_launch_says_what_runs(faults_step, monkeypatch):
-    """At once, not when it ends."""
+    """The message comes at once, not when the launch ends."""
     written = []
 
     class Stderr:
@@ -483,7 +483,7 @@ UNINITIALIZED = """
 @pytest.mark.parametrize("sanitize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_is_not_initialized_is_nan(tmp_path, dtype, sanitize):
-    """Which a product with 0 does not hide: scalars, arrays, structs, packed pairs."""
+    """Scalars, arrays, structs and packed pairs; a product with 0 does not hide it."""
     step = write_step(tmp_path, "uninitialized", UNINITIALIZED)
     q = torch.zeros(1, 1, 2, 8, dtype=dtype)
     _, lse = run(step, CpuBackend(sanitize=sanitize), q, num_lse=28)
@@ -547,7 +547,7 @@ def test_sanitizers_accept(sanitized_step, seed):
 
 
 def test_printf_goes_to_stderr(tmp_path, capsys):
-    """As on a GPU it takes no #include."""
+    """It needs no #include, as on a GPU."""
     step = write_step(tmp_path, "print", 'if (t == 0) printf("block %d\\n", block), p.lse[0] = 5;')
     _, lse = run(step, CpuBackend())
     assert lse.item() == 5
@@ -628,7 +628,7 @@ NEEDS_MORE = "more than 99 KiB of shared memory from head_dim {} on"
     ],
 )
 def test_shared_memory_is_limited(tmp_path, limits, kib, told):
-    """To what all GPUs have, where the step does not say otherwise, and in any case to Hopper's."""
+    """The limit is what all GPUs have, or what Hopper has where the step asks for more."""
     for size in (kib * 1024, kib * 1024 + 16):
         step = write_step(tmp_path, f"large_{size}", "smem.x[0] = 0;", layout=f"char x[{size}];")
         step.path.write_text(step.path.read_text().replace("sm_75", limits))
@@ -641,7 +641,7 @@ def test_shared_memory_is_limited(tmp_path, limits, kib, told):
 
 
 def test_shared_memory_of_architectures():
-    """Code for sm_86 also runs on an H100, that for sm_120 on nothing with more."""
+    """Code for sm_86 also runs on an H100; no GPU that runs code for sm_120 has more."""
     archs = ("sm_80", "sm_120a", "sm_120", "sm_86", "sm_100a")
     kib = {arch: tuple(limit // 1024 for limit in cpu._smem_limits(arch)) for arch in archs}
     assert kib == {

@@ -124,7 +124,7 @@ def test_load(copied):
 
 
 def test_store(copied):
-    """Each box has gone to where it came from, and nothing else has changed."""
+    """Each box is stored where it was loaded from, and nothing else changes."""
     expected = np.full_like(copied.q, -1)  # poison
     for place in copied.places.astype(int):
         if place.min() < 0:
@@ -197,8 +197,8 @@ def write(tmp_path, body: str) -> Step:
 
 
 def test_several_copies_fill_a_barrier(tmp_path):
-    """Of a round's four copies, which bytes announced together or one after another, all are there
-    once the phase has completed."""
+    """All four copies of a round, whose bytes are announced together or one after another, have
+    landed once the phase has completed."""
     body = """
     for (int round = 0; round < 4; ++round) {
         for (int i = t; i < 512; i += 32) smem.tiles[i / 128][i % 128] = from_float<Element>(-1);
@@ -221,7 +221,7 @@ def test_several_copies_fill_a_barrier(tmp_path):
 
 
 def test_a_load_is_poison_until_it_lands(tmp_path):
-    """Which is early or late: some blocks see it before they wait, others do not."""
+    """It lands early or late: some blocks see it before they wait, others do not."""
     body = """
     for (int i = t; i < 512; i += 32) smem.tiles[i / 128][i % 128] = from_float<Element>(-1);
     __syncthreads();
@@ -340,7 +340,7 @@ AND_STORE_AGAIN = """
 
 
 def test_stores_land_in_any_order_unless_awaited(tmp_path):
-    """Of two seeds that follow each other one shows it."""
+    """One of two consecutive seeds shows it."""
     bodies = [
         f"store(0); cp_async_bulk_commit_group(); {between} {AND_STORE_AGAIN}"
         for between, _ in BETWEEN
@@ -353,7 +353,7 @@ def test_stores_land_in_any_order_unless_awaited(tmp_path):
 
 
 def test_a_store_is_in_the_tensor_after_its_wait(tmp_path):
-    """Before it may be or not."""
+    """Before its wait it may or may not be there."""
     tell = "p.lse[{}] = to_float(p.o[{}]);"
     body = f"""
     store(0);
@@ -398,8 +398,8 @@ WRITERS = {
 
 
 def test_what_is_fenced_is_seen(tmp_path):
-    """By all who wrote through a wrapper; an ordinary write of one is as well seen by another's
-    fence, as who wrote it is not known; what TMA has written needs no fence."""
+    """Writes through a wrapper need their own thread's fence. An ordinary write is published by any
+    thread's, since its writer is not known; what TMA writes needs none."""
     bodies = [
         f"{write} fence_proxy_async(); __syncwarp(); {STORE_ALL}" for write in WRITERS.values()
     ]
@@ -427,7 +427,7 @@ def test_what_is_fenced_is_seen(tmp_path):
 
 
 def test_writes_before_stmatrix_need_a_barrier(tmp_path):
-    """Lanes store in their own time after they have met: the next reader needs a __syncwarp()."""
+    """Lanes store some time after the collective: the next reader needs a __syncwarp()."""
     for barrier in "__syncwarp();", "":
         body = f"""
     for (int i = 0; i < 8; ++i) smem.tiles[t / 16][t % 16 * 8 + i] = from_float<Element>(1);

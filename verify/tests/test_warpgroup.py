@@ -27,7 +27,7 @@ def run_little(folder, body: str, *, threads: int, seeds: int = 4, num_lse: int 
 
 @pytest.mark.parametrize("barrier", ["bar_sync(1, 64);", ""])
 def test_a_barrier_of_some_warps(tmp_path, barrier):
-    """Warps 0 and 1 give each other numbers; the others do not come."""
+    """Warps 0 and 1 exchange numbers; the others take no part."""
     body = f"""
     if (t >= 64) return;
     for (int i = 0; i < 20; ++i) {{
@@ -88,7 +88,7 @@ def test_who_arrives_does_not_wait(tmp_path, full):
 
 
 def test_barriers_do_not_mix(tmp_path):
-    """Each pair of warps has its own."""
+    """Each pair of warps uses a barrier of its own."""
     body = """
     const int pair = t / 64;
     x[t] = t;
@@ -107,7 +107,7 @@ def test_arrivals_may_be_left(tmp_path):
 
 
 def test_registers_come_from_others(tmp_path):
-    """Of 384 threads each has 168 registers: two warpgroups take 240 when the third has left 24."""
+    """384 threads have 168 registers each: two warpgroups take 240 once the third keeps only 24."""
     body = """
     if (t == 0) x[0] = 0;
     __syncthreads();
