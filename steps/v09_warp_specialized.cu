@@ -17,8 +17,6 @@ constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER = 128 * CONSUMERS;  // the thread that starts all copies
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
-// Named barriers: TURN + w and Q_READ + w are warpgroup w's; 0 is that of __syncthreads.
-constexpr int TURN = 1, Q_READ = TURN + CONSUMERS;
 constexpr int BLOCK_M = 64 * CONSUMERS;              // query rows, 64 a warpgroup
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 80;  // keys of a tile
 // Q in registers where there is room, ping-pong where softmax takes about as long as the products.
@@ -28,6 +26,8 @@ constexpr int NUM_STAGES = 2;  // tiles of K, and of V, in shared memory
 constexpr int PANEL = 64;      // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
+constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the others' follow. 0 is that of __syncthreads
+constexpr int Q_READ_BARRIER = TURN_BARRIER + CONSUMERS;  // likewise
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int ROWS>
@@ -152,14 +152,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const auto release = [&](Mbarrier& empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
-    // Ping-pong: consumers start their products in turn, so that one computes softmax while another
-    // multiplies. At barrier TURN + w the 128 threads of warpgroup w wait for the 128 of its
-    // predecessor to have started theirs. The last turn is never taken.
+    // Ping-pong scheduling: consumers start their products in turn, so that one computes softmax
+    // while another multiplies. A warpgroup's barrier takes its 128 threads, which wait, and the 128
+    // of its predecessor, which have started theirs. Nobody takes the last turn.
     const auto wait_for_turn = [&] {
-        if (TAKE_TURNS) bar_sync(TURN + warpgroup, 256);
+        if (TAKE_TURNS) bar_sync(TURN_BARRIER + warpgroup, 256);
     };
     const auto pass_turn = [&] {
-        if (TAKE_TURNS) bar_arrive(TURN + (warpgroup + 1) % CONSUMERS, 256);
+        if (TAKE_TURNS) bar_arrive(TURN_BARRIER + (warpgroup + 1) % CONSUMERS, 256);
     };
     if (warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
 
@@ -316,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + row] =
                 sum == 0.0f ? -INFINITY : row_max[r] * LN_2 + logf(sum);
     }
-    bar_sync(Q_READ + warpgroup, 128);  // all of the warpgroup's products have read Q
+    bar_sync(Q_READ_BARRIER + warpgroup, 128);  // all of the warpgroup's products have read Q
     // O takes the place of Q: a warp's 16 rows of a panel, swizzled, are a box. TMA leaves out the
     // rows past seq_q and the columns past HEAD_DIM, some of which nobody has written.
 #pragma unroll
