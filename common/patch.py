@@ -49,8 +49,8 @@ class Patch:
             if count != 1:
                 first = hunk.old.splitlines()[0].strip()
                 raise UsageError(
-                    f"{self.name}.patch no longer applies: its hunk that starts with '{first}' "
-                    f"fits {count} places of {self.step.path.name}, not one"
+                    f"{self.name}.patch no longer applies: its hunk starting with '{first}' "
+                    f"matches {count} places in {self.step.path.name}, not one"
                 )
             source = source.replace("\n" + hunk.old, "\n" + hunk.new)
         return re.sub(r"^\n// \w+ --", f"// {self.name} --", source)

@@ -62,7 +62,7 @@ def _some(form: object) -> Callable[[object], bool]:
 
 
 def _clocks(value: object) -> bool:
-    """Clocks by warpgroup and event, growing from tile to tile; more tiles than are shown."""
+    """Clocks by warpgroup and event, increasing from tile to tile; more tiles than are shown."""
     if find_error(value, _CLOCKS):
         return False
     lists = [times for events in value.values() for times in events.values()]
@@ -121,7 +121,7 @@ _SOURCE = {"step": str, **_CODE}
 
 
 def _outcome(operation: Operation) -> dict:
-    """Errors of the first output, at least: all that a peer gives."""
+    """Errors by output: at least the first one's, the only one that a peer returns."""
     return {
         "time_ms": _positive,
         "time_p25_ms": _positive,

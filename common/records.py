@@ -34,7 +34,7 @@ DISTRIBUTIONS_FILE = "distributions.json"
 DISTRIBUTIONS_PREVIOUS_FILE = "distributions_previous.json"
 LATENCY_FILE = "latency.json"
 
-# What a repeated call of attention() runs on the host.
+# The files whose code a repeated call of attention() runs on the host.
 _HOST_FILES = (
     "functional.py",
     "operator.py",
@@ -68,7 +68,7 @@ def is_stale(record: dict, step: Step) -> bool:
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """Replaces a file whole: whatever interrupts this, it holds the old content or the new."""
+    """Replaces a file atomically: whatever interrupts this, it holds the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -80,7 +80,7 @@ def write_atomically(path: Path, content: str) -> None:
 
 def write_record(path: Path, record: dict) -> None:
     text = json.dumps(record, indent=1)
-    # One line for a list of numbers: thirty samples are read as a row or not at all.
+    # A list of numbers goes on one line: nobody reads thirty samples below each other.
     text = re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
     write_atomically(path, text + "\n")
 

@@ -210,13 +210,13 @@ CASES = (
     # More heads, and more batches, than 8 bits count.
     Case("heads_258", Shape(1, 258, 86, 1, 3, 8), BF16, causal=True),
     Case("batches_258", Shape(258, 1, 1, 1, 3, 8), BF16, causal=True),
-    # Further apart than 32 bits count: batches, heads, rows, every 16th row of a tile, tiles.
+    # Farther apart than 32 bits can count: batches, heads, rows, every 16th row of a tile, tiles.
     Case("far_batches", Shape(2, 2, 1, 33, 40, 64), BF16, layouts=(far(0),) * 4),
     Case("far_heads", Shape(1, 2, 2, 33, 40, 64), BF16, layouts=(far(1),) * 4),
     Case("far_rows", Shape(1, 1, 1, 2, 2, 64), BF16, layouts=(far(2),) * 4),
     Case("far_16_rows", Shape(1, 1, 1, 17, 17, 64), BF16, layouts=(far(2),) * 4),
     Case("far_tiles", Shape(1, 1, 1, 257, 257, 64), BF16, layouts=(far(2),) * 4),
-    # Rows that lie at no multiple of 16 bytes.
+    # Rows that are not aligned to 16 bytes.
     Case(
         "misaligned_rows",
         Shape(1, 2, 2, 35, 70, 64),
@@ -325,7 +325,7 @@ CASES = (
     Case("head_dim_136", Shape(1, 1, 1, 135, 150, 136), FP16, causal=True),
     Case("head_dim_256", Shape(1, 3, 3, 145, 170, 256), FP16, causal=True, inputs=sudden_logits),
     Case("head_dim_256_fp32", Shape(1, 1, 1, 145, 170, 256), FP32, causal=True),
-    # Sizes that only a GPU gets through.
+    # Sizes that only a GPU can handle.
     replace(Case.of("headline", HEADLINE), gpu_only=True),
     Case("headline_causal", Shape(2, 16, 4, 4096, 4096, 128), BF16, causal=True, gpu_only=True),
     Case("long_16k", Shape(1, 2, 1, 16384, 16381, 64), BF16, causal=True, gpu_only=True),

@@ -72,10 +72,10 @@ def rising_logits(case: Case, rng: torch.Generator) -> Inputs:
 
 
 def sudden_logits(case: Case, rng: torch.Generator) -> Inputs:
-    """Normal, but for a few queries some keys, none of them in a first tile, exceed all before.
+    """Normal, but for a few queries some keys, none in the first tile, exceed all before them.
 
-    Not in every third head of k, counted through the batches, so that a kernel which trusts a row's
-    first tile has some blocks of queries to do again, each for a few of its rows.
+    Every third head of k, counted through the batches, is left alone, so that a kernel that trusts
+    a row's first tile must recompute some blocks of queries, each for a few of its rows.
     """
     q, k, v = normal(case, rng)
     signs = _signs((case.shape.head_dim,), rng)

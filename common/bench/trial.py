@@ -49,7 +49,7 @@ def try_steps(
     inputs: Inputs,
     oracle: Sequence[torch.Tensor],
 ) -> tuple[dict[str, Trial], dict[str, str]]:
-    """By the steps' names: those that run, and why the others do not."""
+    """The trials of the steps that run, and why the others do not, by the steps' names."""
     trials, refusals = {}, {}
     for step in steps:
         try:

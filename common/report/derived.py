@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ..metrics import COUNTERS, OPCODES, STALL, STALL_REASONS, smem_bytes, spill_bytes
+from ..metrics import (
+    COUNTERS,
+    OPCODES,
+    STALL,
+    STALL_REASONS,
+    num_conflicts,
+    smem_bytes,
+    spill_bytes,
+)
 from ..operation import operation_of
 from ..record_schema import NUMBER
 
@@ -76,7 +84,7 @@ def static_derived(record: dict) -> dict:
         for key in BANK_COUNTS:
             total[key] += place[key]
     for total in banks.values():
-        total["conflicts"] = total["wavefronts"] - total["ideal"]
+        total["conflicts"] = num_conflicts(total)
     return {
         "sass": sass
         if isinstance(sass, str)

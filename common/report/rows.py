@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from ..metrics import smem_bytes, spill_bytes
+from ..metrics import num_conflicts, smem_bytes, spill_bytes
 from ..operation import operation_of
 from ..record_schema import NUMBER, SHARES
 from .derived import FA3, derived, peer_ratios, readable, static_derived, top_stalls
@@ -20,7 +20,7 @@ GROWS = 3  # memory that more than triples when the sequence doubles holds all s
 
 
 def steps(record_set: RecordSet) -> list[Row]:
-    """A row a step."""
+    """One row per step."""
     rows = []
     for step in record_set.steps:
         row = {
@@ -52,7 +52,7 @@ def steps(record_set: RecordSet) -> list[Row]:
 
 
 def peers(record_set: RecordSet) -> list[Row]:
-    """A row a peer of the latest run."""
+    """One row per peer of the latest run."""
     if record_set.newest is None:
         return []
     measured = record_set.newest["peers"]
@@ -77,7 +77,7 @@ def peers(record_set: RecordSet) -> list[Row]:
 
 
 def memory(record_set: RecordSet) -> list[Row]:
-    """A row a sequence length: the peak memory of some steps, and the last's saving over the first.
+    """One row per sequence length: the peak memory of some steps, the last's saving over the first.
 
     The steps are those that hold all scores, then the latest that does not; None does not fit.
     """
@@ -105,7 +105,7 @@ def _holds_scores(curve: dict[int, int | None]) -> bool:
 
 
 def grid(record_set: RecordSet) -> list[Row]:
-    """A row a shape: the rates of steps and peers, None where missing.
+    """One row per shape: the rates of steps and peers, None where missing.
 
     ratio is the last step's rate over the fastest peer's.
     """
@@ -198,7 +198,7 @@ def latency(record_set: RecordSet) -> list[Row]:
 
 
 def resources(record_set: RecordSet, step: str) -> list[Row]:
-    """A row a kernel of the step: what the compiler gave it."""
+    """One row per kernel of the step: what the compiler gave it."""
     record = record_set.measured.current(step)
     if isinstance(record, str):
         return []
@@ -244,7 +244,7 @@ def _counters(record_set: RecordSet, step: str) -> dict[str, Row] | str:
 
 
 def sass(record_set: RecordSet) -> list[Row]:
-    """A row a kernel of each step: what the compiler gave it, and instructions in its code.
+    """One row per kernel of each step: what the compiler gave it, and instructions in its code.
 
     instructions counts each opcode, or says why they are not counted.
     """
@@ -275,7 +275,7 @@ def sass(record_set: RecordSet) -> list[Row]:
 
 
 def banks(record_set: RecordSet) -> list[Row]:
-    """A row a place where a step or an experiment accesses shared memory."""
+    """One row per place where a step or an experiment accesses shared memory."""
     rows = []
     for name, record in record_set.static.records.items():
         if name in record_set.static.stale:
@@ -290,7 +290,7 @@ def banks(record_set: RecordSet) -> list[Row]:
                 if operations.count(place["operation"]) > 1
                 else place["operation"],
                 **{key: place[key] for key in ("accesses", "ideal", "wavefronts")},
-                "conflicts": place["wavefronts"] - place["ideal"],
+                "conflicts": num_conflicts(place),
             }
             for place in record["banks"]
         ]
@@ -298,7 +298,7 @@ def banks(record_set: RecordSet) -> list[Row]:
 
 
 def experiments(record_set: RecordSet, step: str) -> list[Row]:
-    """A row an experiment on the step: tried, predicted, measured against it in the same run."""
+    """One row per experiment on the step: tried, predicted, measured against it in the same run."""
     rows = []
     for patch in record_set.patches:
         if patch.step.name != step:

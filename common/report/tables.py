@@ -21,7 +21,7 @@ INPUTS = "q, k and v normally distributed with variance 1 (logits of standard de
 
 
 def results(record_set: RecordSet) -> str:
-    """A row a step, then a row a peer, and below what they ran on."""
+    """One row per step, then one per peer, and below what they ran on."""
     columns = {
         "Version": _linked,
         "Change": _first(_value("title"), _value("route"), _value("missing", lambda _: "missing")),
@@ -119,7 +119,7 @@ def peers(record_set: RecordSet) -> str:
 
 
 def grid(record_set: RecordSet) -> str:
-    """A row a shape: the rates, and the last step's over that of the fastest peer."""
+    """One row per shape: the rates, and the last step's over that of the fastest peer."""
     found = rows.grid(record_set)
     if not found:
         return NOT_MEASURED
@@ -252,7 +252,7 @@ def _summary(ratios: dict[str, float]) -> str:
 
 
 def latency(record_set: RecordSet) -> str:
-    """A row a shape: what a call takes of the device and of the host, by step and peer."""
+    """One row per shape: what a call takes of the device and of the host, by step and peer."""
     found = rows.latency(record_set)
     if not found:
         return CHANGED if record_set.latency else NOT_MEASURED
@@ -290,7 +290,7 @@ def _samples(by_name: dict[str, list[float]]) -> int:
 
 
 def resources(record_set: RecordSet, step: str) -> str:
-    """A row a kernel of the step: what the compiler gave it."""
+    """One row per kernel of the step: what the compiler gave it."""
     columns = {
         "Kernel": _value("kernel", _code),
         ">Registers": _value("registers"),
@@ -347,7 +347,7 @@ def counters(record_set: RecordSet, step: str) -> str:
 
 
 def sass(record_set: RecordSet) -> str:
-    """A row a kernel of each step: what the compiler gave it, and instructions in its code."""
+    """One row per kernel of each step: what the compiler gave it, and instructions in its code."""
     columns = {
         "Kernel": _kernel,
         ">Registers": _value("registers"),
@@ -412,7 +412,7 @@ def banks(record_set: RecordSet) -> str:
 
 
 def experiments(record_set: RecordSet, step: str) -> str:
-    """A row an experiment: tried, predicted, measured against the step in the same run."""
+    """One row per experiment: tried, predicted, measured against the step in the same run."""
     columns = {
         "Experiment": _linked,
         "Tried": _value("tries"),

@@ -50,5 +50,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ids=["cpu", "sanitized", "gpu"],
 )
 def make_backend(request) -> Callable[[], Backend]:
-    """For what must hold of an instruction and of its twin."""
+    """A backend, for tests that an instruction on the GPU and its CPU twin must both pass."""
     return request.param

@@ -175,7 +175,7 @@ def test_figure_shows_the_recorded_times(drawn):
 
 
 def test_figure_shows_where_o_is_written():
-    """In the window, which begins at clock 30100, between two softmaxes."""
+    """It lies between two softmaxes in the window, which begins at clock 30100."""
     record = fake_timeline(V09_PATCHED)
     output = {"tile": 15, "start": 2200 * 16 + 3200, "end": 2200 * 16 + 4000}
     outputs = record["outputs"] | {"consumer 0": [output, *record["outputs"]["consumer 0"]]}

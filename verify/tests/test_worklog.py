@@ -601,7 +601,7 @@ def test_command_reports(monkeypatch, capsys):
 
 
 def anchors(path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """The headings' anchors, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
