@@ -35,11 +35,8 @@ from verify.cases import Case, Shape
 from verify.check import check_case
 from verify.tests.fake_records import fake_record, fake_static_record, fake_timeline
 
-PATCHED = [
-    find_step(path) for path in sorted((ROOT / "common" / "bench" / "timelines").glob("*.patch"))
-]
-PATCHED_NAMES = [step.name for step in PATCHED]
-V09, V09_PATCHED = find_step("v09"), PATCHED[0]
+PATCHES = sorted((ROOT / "common" / "bench" / "timelines").glob("*.patch"))
+V09, V09_PATCHED = find_step("v09"), find_step(PATCHES[0])
 # Three tiles for each of four heads: with two multiprocessors two of them for a block that stays.
 CASE = replace(Case.of("headline", COUNTED), shape=Shape(1, 4, 4, 128, 384, 128))
 SVG = "{http://www.w3.org/2000/svg}"
@@ -50,7 +47,11 @@ def taken(patched: Step = V09_PATCHED) -> torch.Tensor:
     return take_samples(CpuBackend(), patched, CASE, CASE.make("cpu"))
 
 
-@pytest.mark.parametrize("patched", PATCHED, ids=PATCHED_NAMES)
+@pytest.fixture(params=PATCHES, ids=lambda path: path.stem)
+def patched(request):
+    return find_step(request.param)
+
+
 def test_the_patched_step_is_right(patched):
     result = check_case(patched, CASE, (CpuBackend(0), CpuBackend(1)))
     assert result.passed, str(result)
@@ -64,11 +65,9 @@ def test_a_block_without_a_tile_takes_no_samples(seed):
     assert (samples == -1).all()
 
 
-@pytest.mark.parametrize(
-    ("patched", "last_tile"), list(zip(PATCHED, (2, 1), strict=True)), ids=PATCHED_NAMES
-)
-def test_samples_become_clocks(patched, last_tile):
+def test_samples_become_clocks(patched):
     """v10's samples begin with the second tile of a work, and end with the first of the next."""
+    last_tile = {"v09": 2, "v10": 1}[patched.name]
     record = read_samples(taken(patched))
     assert list(record["clocks"]) == ["producer", "consumer 0", "consumer 1"]
     assert record["clocks"]["producer"]["load K"][0] == 0
@@ -129,7 +128,6 @@ def test_samples_out_of_order_are_named(tile, warpgroup, event, time, told):
         read_samples(samples)
 
 
-@pytest.mark.parametrize("patched", PATCHED, ids=PATCHED_NAMES)
 def test_the_patch_costs_no_local_memory(patched):
     try:
         nvcc()
@@ -340,7 +338,7 @@ def test_profile_takes_the_timeline_along(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", PATCHED_NAMES)
+@pytest.mark.parametrize("name", [path.stem for path in PATCHES])
 def test_record_on_a_gpu(tmp_path, name):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip(f"{name} needs exactly sm_90a")
