@@ -27,7 +27,7 @@ from ..errors import UsageError
 from ..problem import DISTRIBUTIONS, GRID
 from ..record_schema import SHARES
 from .derived import derived, static_derived
-from .record_set import CHANGED, NOT_MEASURED, RecordSet
+from .record_set import NOT_MEASURED, STALE, RecordSet
 
 _TOKEN = re.compile(r"\s*([a-z_][\w.]*|\d+(?:\.\d+)?|[-+*/()])\s*")
 _PRECEDENCE = ({"+": operator.add, "-": operator.sub}, {"*": operator.mul, "/": operator.truediv})
@@ -139,7 +139,7 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
     if keys and keys[0] in _STATIC:
         recorded, derive = record_set.static, static_derived
     if name in recorded.stale:
-        raise _Unavailable(CHANGED)
+        raise _Unavailable(STALE)
     return _walk(recorded.records.get(name), derive, keys, text)
 
 
@@ -155,7 +155,7 @@ def _cell_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -
         raise _Unavailable(NOT_MEASURED)
     cell = cells[cell_name]
     if name in measured.stale:
-        raise _Unavailable(CHANGED)
+        raise _Unavailable(STALE)
     if name in SHARES and name in cell:
         if cell[name] is None:
             raise _Unavailable(NOT_MEASURED)

@@ -37,8 +37,7 @@ from ..step import Step, read_step
 from ..text import label
 
 NOT_MEASURED = "not measured"
-CHANGED = f"{NOT_MEASURED} since the source changed"
-STALE = "stale"  # the same, where a table has little room
+STALE = "stale"  # measured, but the source has changed since
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..metrics import num_conflicts, smem_bytes, spill_bytes
 from ..operation import operation_of
 from ..record_schema import NUMBER, SHARES
 from .derived import FA3, derived, peer_ratios, readable, static_derived, top_stalls
-from .record_set import CHANGED, NOT_MEASURED, STALE, RecordSet
+from .record_set import NOT_MEASURED, STALE, RecordSet
 
 Row = dict[str, Any]
 
@@ -201,7 +201,7 @@ def resources(record_set: RecordSet, step: str) -> list[Row]:
     """One row per kernel of the step: what the compiler gave it."""
     record = record_set.measured.current(step)
     if isinstance(record, str):
-        return []
+        return [{"status": record}]
     return [{"kernel": name, **kernel} for name, kernel in record["resources"].items()]
 
 
@@ -226,8 +226,6 @@ def counters(record_set: RecordSet, step: str) -> list[Row]:
 
 def _counters(record_set: RecordSet, step: str) -> dict[str, Row] | str:
     """One row per kernel, or why there is none."""
-    if step in record_set.measured.stale:
-        return CHANGED
     record = record_set.measured.current(step)
     collected = record if isinstance(record, str) else record["counters"]
     if isinstance(collected, str):
@@ -311,8 +309,7 @@ def experiments(record_set: RecordSet, step: str) -> list[Row]:
         }
         record = record_set.experiments.current(patch.name)
         if isinstance(record, str):
-            status = CHANGED if patch.name in record_set.experiments.stale else NOT_MEASURED
-            rows.append({**row, "status": status})
+            rows.append({**row, "status": record})
             continue
         numbers = derived(record)
         rows.append(

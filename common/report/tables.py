@@ -11,7 +11,7 @@ from ..record_schema import SHARES
 from ..text import kib, label, markdown, megabytes
 from . import rows
 from .derived import peer_ratios
-from .record_set import CHANGED, NOT_MEASURED, Cells, RecordSet
+from .record_set import NOT_MEASURED, STALE, Cells, RecordSet
 from .rows import Row, latest_steps
 
 Cell = Callable[[Row], str]  # the text of one column in a row
@@ -82,7 +82,7 @@ def memory(record_set: RecordSet) -> str:
     """Peak memory of each step that holds all scores, and of the latest that does not, over N."""
     found = rows.memory(record_set)
     if not found:
-        return NOT_MEASURED
+        return STALE if record_set.measured.stale else NOT_MEASURED
     names = list(found[0]["bytes"])
     columns = {
         ">N": _value("seq"),
@@ -255,7 +255,7 @@ def latency(record_set: RecordSet) -> str:
     """One row per shape: what a call takes of the device and of the host, by step and peer."""
     found = rows.latency(record_set)
     if not found:
-        return CHANGED if record_set.latency else NOT_MEASURED
+        return STALE if record_set.latency else NOT_MEASURED
     assert record_set.latency is not None
     record = record_set.latency.record
     cells = record["cells"]
@@ -291,6 +291,9 @@ def _samples(by_name: dict[str, list[float]]) -> int:
 
 def resources(record_set: RecordSet, step: str) -> str:
     """One row per kernel of the step: what the compiler gave it."""
+    found = rows.resources(record_set, step)
+    if "status" in found[0]:
+        return found[0]["status"]
     columns = {
         "Kernel": _value("kernel", _code),
         ">Registers": _value("registers"),
@@ -300,8 +303,7 @@ def resources(record_set: RecordSet, step: str) -> str:
         ">Spill stores": _value("spill_store_bytes", "{} B".format),
         ">Spill loads": _value("spill_load_bytes", "{} B".format),
     }
-    found = rows.resources(record_set, step)
-    return _table(columns, found) if found else NOT_MEASURED
+    return _table(columns, found)
 
 
 def counters(record_set: RecordSet, step: str) -> str:

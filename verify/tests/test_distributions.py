@@ -343,7 +343,7 @@ def test_changed_step_is_called_stale(record_set):
     assert "| D 64: v02 (stale) (v01) |" in tables.distributions(changed)
     assert "v02 (stale), causal" in plots.render_plots(changed)["distributions.svg"]
     told = evaluate("distributions.d64_bf16_normal_1.v02", changed)
-    assert told == "not measured since the source changed"
+    assert told == "stale"
 
 
 def test_shares_of_another_patch_are_not_shown(repaired, record_set, tmp_path):

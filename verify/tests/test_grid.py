@@ -333,7 +333,7 @@ def test_changed_step_is_called_stale(record_set):
     sources["v02"]["code_sha256"] = "0" * 64
     changed = record_set(sources=sources)
     assert "| v01 | v02 (stale) | sdpa_math |" in tables.grid(changed)
-    assert evaluate("grid.d64_4096.v02", changed) == "not measured since the source changed"
+    assert evaluate("grid.d64_4096.v02", changed) == "stale"
     assert evaluate("grid.d64_4096.v01", changed) == "100.0"
 
 

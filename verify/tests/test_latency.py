@@ -112,7 +112,7 @@ def test_table(record_set):
     ],
 )
 def test_what_has_changed_since_is_not_shown(record_set, changes):
-    assert tables.latency(record_set(**changes)) == "not measured since the source changed"
+    assert tables.latency(record_set(**changes)) == "stale"
 
 
 def test_without_a_record(tmp_path):
