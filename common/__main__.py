@@ -1,6 +1,6 @@
 """The commands behind make: python -m common COMMAND.
 
-Each imports what it needs when it runs, so that a comparison of two records asks for no torch.
+Each imports what it needs when it runs, so that comparing two records does not need torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ def _main(arguments: list[str] | None) -> int:
     step = commands.add_parser("step", help="build, check and measure steps")
     step.add_argument("names", nargs="+", metavar="STEP")
     profile = commands.add_parser(
-        "profile", help="what compiler, SIMT runtime and Nsight Compute say of steps"
+        "profile", help="what compiler, SIMT runtime and Nsight Compute report about steps"
     )
     profile.add_argument("names", nargs="+", metavar="STEP")
     bench = commands.add_parser("bench", help="measure all steps").add_mutually_exclusive_group()
     bench.add_argument("--experiments", action="store_true", help="the experiments instead")
     bench.add_argument("--grid", action="store_true", help="over a grid of shapes")
+    bench.add_argument("--distributions", action="store_true", help="on many kinds of inputs")
     bench.add_argument("--latency", action="store_true", help="what small calls cost")
     compare = commands.add_parser("compare", help="diff of two steps, and what it changes")
     compare.add_argument("first")
@@ -67,7 +68,14 @@ def _run(options: argparse.Namespace) -> int:
 
         launch_once(find_step(options.name))
         return 0
-    from .commands import bench, bench_grid, bench_latency, profile, run_steps
+    from .commands import (
+        bench,
+        bench_distributions,
+        bench_grid,
+        bench_latency,
+        profile,
+        run_steps,
+    )
 
     if options.command == "step":
         return run_steps(options.names)
@@ -75,11 +83,13 @@ def _run(options: argparse.Namespace) -> int:
         return profile(options.names)
     if options.latency:
         return bench_latency()
+    if options.distributions:
+        return bench_distributions()
     return bench_grid() if options.grid else bench(options.experiments)
 
 
 def _compare(first: str, second: str) -> int:
-    """Prints the diff of two steps and, of the headline GPU's records, what changes with it."""
+    """Prints the diff of two steps and what changes with it in the headline GPU's records."""
     from .paths import ROOT
     from .records import HEADLINE_GPU, PROFILES_DIR
     from .report.compare import change_table, find_two, source_diff
@@ -92,7 +102,7 @@ def _compare(first: str, second: str) -> int:
 
 
 def _worklog(check: bool) -> int:
-    """Writes what follows from the records: tables, numbers, plots; or names what differs."""
+    """Regenerates tables, numbers and plots from the records, or names what is out of date."""
     from .report.markdown import regenerate
 
     different = regenerate(check=check)

@@ -1,7 +1,6 @@
 """All steps: the folder is the only list of them.
 
-A malformed file in it is an error where that step is asked for and where every step must be there;
-the other steps are not affected.
+A malformed file is an error only for a caller that asks for that step, or that needs every step.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ def _catalog() -> _Catalog:
 
 
 def _read(path: Path, paths: list[Path]) -> Step:
-    """The step in one of paths. Raises UsageError unless it has a name of its own."""
+    """The step in one of paths. Raises UsageError unless its name is unique."""
     file = _FILE.fullmatch(path.name)
     if not file:
         raise UsageError(
-            f"{path}: a step's file is called like {LETTERS[0]}04_register_tiles.cu: a letter "
-            f"({', '.join(LETTERS)}), two digits, and a word or more joined by _"
+            f"{path}: name a step's file like {LETTERS[0]}04_register_tiles.cu: a letter "
+            f"({', '.join(LETTERS)}), two digits, then words joined by _"
         )
     for other in paths:
         if other != path and other.name.startswith(f"{file['name']}_"):
@@ -68,19 +67,19 @@ def all_steps() -> tuple[Step, ...]:
 
 
 def steps_to_run() -> tuple[Step, ...]:
-    """All steps, for a command that goes through them; names each malformed file on stderr.
+    """All steps, for a command that loops over them; each malformed file is named on stderr.
 
     Raises UsageError where no step is left.
     """
     for error in _catalog().errors.values():
         print(f"warning: skipped {error}", file=sys.stderr)
     if not all_steps():
-        raise UsageError(f"no step in {STEPS_DIR}: a file there is called {LETTERS[0]}04_what.cu")
+        raise UsageError(f"no steps in {STEPS_DIR}: name a file there like {LETTERS[0]}04_what.cu")
     return all_steps()
 
 
 def require_well_formed() -> None:
-    """Raises UsageError where a file is malformed: for results that are wrong without a step."""
+    """Raises UsageError where a file is malformed, for results that would lack its step."""
     if errors := _catalog().errors:
         raise UsageError("; ".join(errors.values()))
 

@@ -1,4 +1,4 @@
-"""What the project's programs share: each error that the user can fix is one line."""
+"""Shared by the project's programs: an error that the user can fix is reported in one line."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from .step import Step
 
 
 def run_steps(names: Sequence[str]) -> int:
-    """Builds, checks and measures steps, or without a GPU shows their records; then the worklog."""
+    """Builds, checks and measures steps (without a GPU: shows their records); then the worklog."""
     steps = [find_step(name) for name in names]
     for name, step in zip(names, steps, strict=True):
         if step not in all_steps():
@@ -46,7 +46,7 @@ def run_steps(names: Sequence[str]) -> int:
 
 
 def _run_step(step: Step) -> bool:
-    """Checks a step and, if it is right, measures it or shows its record; whether it is right."""
+    """Checks a step; if it is correct, measures it or shows its record. Returns whether it is."""
     print(f"{step.name}: {step.title}\n\nchange: {step.change}\nwhy: {step.why}\n", flush=True)
     if not check_steps([step]):
         return False
@@ -62,7 +62,7 @@ def _run_step(step: Step) -> bool:
     path = PROFILES_DIR / HEADLINE_GPU / f"{step.name}.json"
     print(
         f"\nNot timed, as {obstacle}: the SIMT runtime executed the step, "
-        "which says nothing of its speed."
+        "which says nothing about its speed."
     )
     measured = load_record_set(path.parent, ROOT).measured
     record = measured.records.get(step.name)
@@ -77,7 +77,7 @@ def _run_step(step: Step) -> bool:
 
 
 def _why_not_timed(step: Step) -> str | None:
-    """None where there is a GPU that runs the step."""
+    """Why the step cannot be timed here; None where a GPU can run it."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     return GpuBackend().refusal(step, step.operation.headline.specialization)
@@ -123,8 +123,16 @@ def bench_grid() -> int:
     return _report(measure_grid(), tables.grid)
 
 
+def bench_distributions() -> int:
+    """Measures the latest steps and their peers on many kinds of inputs."""
+    _require_gpu()
+    from .bench.distributions import measure_distributions
+
+    return _report(measure_distributions(), tables.distributions)
+
+
 def bench_latency() -> int:
-    """Measures what small calls of attention() and of the peers cost."""
+    """Measures the latency of small calls of attention() and of the peers."""
     _require_gpu()
     from .bench.latency import measure_latency
 
@@ -145,9 +153,9 @@ def _require_gpu() -> None:
 
 
 def profile(names: Sequence[str]) -> int:
-    """Records what is known of steps or experiments without a GPU.
+    """Records what can be known of steps or experiments without a GPU.
 
-    On one, also ncu's counters and, of a step with a patch for it, the timeline.
+    With one, also ncu's counters and, for a step that has a patch for it, the timeline.
     """
     for step in [find_step(name) for name in names]:
         _profile(step)
@@ -182,7 +190,7 @@ def _add_counters(step: Step) -> None:
     if isinstance(counters, str):
         print(f"warning: Nsight Compute's counters are {counters}", file=sys.stderr)
         if not isinstance(record["counters"], str):
-            return  # those of a run that was permitted stay
+            return  # the counters of a run that was permitted are kept
     _write(path, record | {"counters": counters})
 
 

@@ -1,4 +1,4 @@
-"""The errors that a user can fix, each told in one line."""
+"""Errors that the user can fix, each reported in one line."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .errors import UsageError
 from .operator import forward
 
-# What scaled_dot_product_attention of torch calls differently, or has and this has not.
+# Keywords of torch's scaled_dot_product_attention that have another name here, or no counterpart.
 _KEYWORDS_OF_SDPA = {
     "is_causal": "say causal=, whose mask ends at the last query and the last key (query i sees "
     "keys j <= i + seq_k - seq_q), where torch's begins at the first of both (j <= i)",
@@ -84,14 +84,14 @@ def attention(
     Returns:
         o like q, or (o, lse). CUDA tensors: computed on torch's current stream, without a copy or
         a synchronisation. CPU tensors: executed by the SIMT runtime, a checker, not a timer. Meta
-        tensors: not computed, of the same shapes and strides.
+        tensors: nothing is computed, shapes and strides are the same.
 
     Raises:
-        UsageError: inputs that disagree, that a derivative is wanted of (by autograd, torch.func
-            or forward-mode AD), or that the step or the device cannot take.
+        UsageError: the inputs are inconsistent, need a derivative (by autograd, torch.func or
+            forward-mode AD), or are not supported by the step or the device.
 
-    It is the operator torch.ops.attention_worklog.forward: torch.compile does not look into it,
-    and tells in an error of its own what is wrong with inputs. torch.vmap adds to the batch.
+    It calls the operator torch.ops.attention_worklog.forward, which is opaque to torch.compile;
+    that reports invalid inputs in an error of its own. torch.vmap's axis joins the batch.
     """
     if unknown:
         _refuse_keywords(unknown)

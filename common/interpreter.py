@@ -1,4 +1,4 @@
-"""Which Python runs the project's programs: one with their packages, if need be that of .venv."""
+"""Runs the project's programs with a Python that has their packages: if need be, .venv's."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _TRIED = "ATTENTION_WORKLOG_IN_VENV"  # in the environment of a program started 
 
 
 def require_python(*program: str) -> None:
-    """Goes on in .venv where this Python is older than the project's code."""
+    """Restarts in .venv where this Python is too old for the project's code."""
     if sys.version_info < OLDEST:
         _go_on_in_venv("Python {}.{} or newer".format(*OLDEST), *program)
 
 
 def require_package(error: ModuleNotFoundError, *program: str) -> NoReturn:
-    """Goes on in .venv where an import failed for want of a package."""
+    """Restarts in .venv where an import failed because a package is missing."""
     if error.name is None or error.name.partition(".")[0] in _OURS:
         raise error
     _go_on_in_venv(f"the package {error.name}", *program)
 
 
 def _go_on_in_venv(lack: str, *program: str) -> NoReturn:
-    """Runs `python program arguments…` anew with .venv's Python, which has what this one lacks.
+    """Restarts `python program arguments…` with .venv's Python, which has what this one lacks.
 
-    Without a .venv, or where that has been tried already, ends with one line that says so.
+    Without a .venv, or where that has been tried already, exits with an error of one line.
     """
     python = ROOT / ".venv" / "bin" / "python"
     if python.is_file() and _TRIED not in os.environ:

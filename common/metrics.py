@@ -1,8 +1,8 @@
-"""What the compiler and Nsight Compute count of a kernel, and what tables and text call it."""
+"""What the compiler and Nsight Compute count in a kernel, and its names in tables and text."""
 
 from __future__ import annotations
 
-# What tables and text call a counter: ncu's name of it and the factor to the unit in our name.
+# By a counter's name in tables and text: ncu's name, and the factor from its unit to ours.
 COUNTERS = {
     "duration_ms": ("gpu__time_duration.sum", 1e-6),
     "cycles": ("sm__cycles_elapsed.max", 1),
@@ -72,6 +72,11 @@ OPCODES = (
 
 def smem_bytes(kernel: dict) -> int:
     return kernel["static_smem"] + kernel["dynamic_smem"]
+
+
+def num_conflicts(place: dict) -> int:
+    """Of accesses to shared memory in a static record: the wavefronts beyond the ideal."""
+    return place["wavefronts"] - place["ideal"]
 
 
 def spill_bytes(kernel: dict) -> int:

@@ -1,4 +1,4 @@
-"""What a ladder of steps computes, as data. The rest of the harness asks this and knows no more."""
+"""What a ladder of steps computes, as data: the only place where the harness knows it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from .problem import HEADLINE, Problem
 
 SIZES = ("batch", "heads", "kv_heads", "seq_q", "seq_k")  # in the order of enum Size of launch.h
-# "v04"; the name of a variant goes on: "v04_no_padding".
+# "v04"; a variant's name continues: "v04_no_padding".
 STEP_NAME = re.compile(r"(?P<letter>[a-z])(?P<number>\d\d)")
 
 _QUERIES = ("batch", "heads", "seq_q", "head_dim")
@@ -35,14 +35,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class Operation:
-    """Inputs and outputs stand in the order in which calls and kernels take them."""
+    """Inputs and outputs are in the order in which calls and kernels take them."""
 
     name: str
     letter: str  # of the steps' names
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     scalars: tuple[str, ...]
-    products: int  # of matrices with as many multiply-adds as Q K^T
+    products: int  # matrix products, each with as many multiply-adds as Q K^T
     oracle: str  # in verify/reference.py: a function of the inputs, causal and the scalars
     yardstick: str  # likewise, with every intermediate in the inputs' dtype
     headline: Problem
@@ -57,7 +57,7 @@ class Operation:
 
     @cached_property
     def models(self) -> tuple[tuple[int, bool], ...]:
-        """Of each output: which input has its shape, where it is not strided but for head_dim."""
+        """By output: which input has its shape (plus head_dim, if not strided); whether strided."""
         axes = [operand.axes for operand in self.inputs]
         return tuple(
             (
@@ -68,11 +68,15 @@ class Operation:
         )
 
     def flops(self, problem: Problem) -> int:
-        """Of the products of matrices, a multiply-add counted as two; half of them when causal."""
+        """Of the products of matrices, a multiply-add counted as two.
+
+        With a causal mask those of the visible keys: half of the square of the last queries and
+        keys, by FlashAttention's convention, and all keys before it.
+        """
         shape = problem.shape
-        scores = shape.batch * shape.heads * shape.seq_q * shape.seq_k
-        full = 2 * self.products * scores * shape.head_dim
-        return full // 2 if problem.causal else full
+        side = min(shape.seq_q, shape.seq_k) if problem.causal else 0
+        scores = 2 * shape.seq_q * (shape.seq_k - side) + side**2  # twice as many
+        return self.products * shape.batch * shape.heads * scores * shape.head_dim
 
 
 FORWARD = Operation(
@@ -90,6 +94,6 @@ OPERATIONS = {operation.letter: operation for operation in (FORWARD,)}
 
 
 def operation_of(step_name: str) -> Operation:
-    """By the letter of a name like "v04" or "v04_no_padding"; forward for any other name."""
+    """The operation of a step named like "v04" or "v04_no_padding"; forward for any other name."""
     named = STEP_NAME.match(step_name)
     return OPERATIONS.get(named["letter"], FORWARD) if named else FORWARD

@@ -1,7 +1,7 @@
 """The operator behind attention(): torch.ops.attention_worklog.forward.
 
-For torch.compile and for CUDA graphs it is one call, and its fake says how the outputs lie. What it
-finds out about some inputs, it keeps for the next ones that lie alike.
+torch.compile and CUDA graphs see one call, whose fake gives the outputs' shapes and strides. What a
+call prepares is cached for later calls whose tensors have the same layout.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .runtime.backend import DTYPE_NAMES, Backend, Call, empty_outputs, speciali
 from .runtime.launch import check_alignment
 from .step import Step
 
-ADDRESS_BITS = 63  # of an address: no step asks for rows at multiples of more than 64 bytes
+ADDRESS_BITS = 63  # of an address: no step asks for rows aligned to more than 64 bytes
 
-# Not by torch.library.custom_op: a call of that takes several times as long, as it goes through
+# Not torch.library.custom_op: a call of that takes several times as long, because it goes through
 # Python twice more, for gradients and for aliases.
 _library = torch.library.Library("attention_worklog", "DEF")
 _library.define(
@@ -34,12 +34,12 @@ _library.define(
 forward = torch.ops.attention_worklog.forward.default
 
 _calls = Cache()
-# Never removed: a backend owns the modules that it has loaded, and what is kept of calls refers to
-# them. PyCUDA cannot unload them on a thread that another context is current in.
+# Never removed: a backend owns the modules that it has loaded, and cached calls refer to them.
+# PyCUDA cannot unload them from a thread in which another context is current.
 _backends: dict[torch.device, Backend] = {}
 _backends_lock = threading.Lock()
 
-# The dispatch keys of a call that nothing but autograd sees before a backend: no mode, no subclass
+# The dispatch keys of a call that only autograd intercepts before the backend: no mode, no subclass
 # of Tensor, no transform of torch.func.
 _PLAIN_KEYS = {
     DispatchKeySet(DispatchKey.CPU).add(DispatchKey.AutogradCPU).raw_repr(),
@@ -55,7 +55,7 @@ def _forward(
     softmax_scale: float | None,
     step: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse; the arguments, and what is raised, are those of common.attention."""
+    """o and lse; arguments and exceptions as in common.attention."""
     # fmt: off
     key = (
         step, causal, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ADDRESS_BITS,
@@ -71,7 +71,7 @@ def _forward(
 
 
 def _fake(q, k, v, causal, softmax_scale, step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs without contents: of fake tensors, and of those on the device meta."""
+    """Outputs without contents, for fake tensors and for the meta device."""
     _validate(q, k, v)
     return empty_outputs(FORWARD, (q, k, v))
 
@@ -79,17 +79,17 @@ def _fake(q, k, v, causal, softmax_scale, step) -> tuple[torch.Tensor, torch.Ten
 def _autograd(
     keys: DispatchKeySet, q, k, v, causal, softmax_scale, step
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Refuses derivatives, then goes on below autograd.
+    """Refuses derivatives, then redispatches below autograd.
 
-    torch.func's transforms call it once a level, with the tensors as that level wraps them: what
-    requires grad there does not below.
+    torch.func's transforms call it once per level, with that level's wrapped tensors: what
+    requires grad at one level does not below it.
     """
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v):
         name = next(name for name, t in zip("qkv", (q, k, v), strict=True) if t.requires_grad)
         raise UsageError(f"{name} requires grad, and there is no backward: use torch.no_grad()")
     if forward_ad._current_level >= 0:
         _refuse_tangents(q, k, v)
-    if keys.raw_repr() in _PLAIN_KEYS:  # saves 3 us: the way through the dispatcher
+    if keys.raw_repr() in _PLAIN_KEYS:  # skips the dispatcher, which takes 3 us
         return _forward(q, k, v, causal, softmax_scale, step)
     with torch._C._AutoDispatchBelowAutograd():
         below = keys & torch._C._after_autograd_keyset
@@ -134,7 +134,7 @@ def _vmap(info, in_dims, q, k, v, causal, softmax_scale, step):
     return tuple(t.unflatten(0, (info.batch_size, -1)) for t in outputs), (0, 0)
 
 
-# One for all devices, so that a device that has no backend is refused in our words.
+# One for all devices, so that a device without a backend gets our error message.
 _library.impl("forward", _forward, "CompositeExplicitAutograd")
 _library.impl("forward", _autograd, "Autograd", with_keyset=True)
 _library.impl("forward", partial(_autocast, "cpu", DispatchKey.AutocastCPU), "AutocastCPU")
@@ -146,9 +146,9 @@ torch.library.register_vmap("attention_worklog::forward", _vmap, lib=_library)
 def _prepare(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, step: str | None
 ) -> tuple[Call, float]:
-    """What computes it, and the softmax_scale where none is given.
+    """The prepared call, and the softmax_scale where none is given.
 
-    The first is Backend.prepare of the step, or of the highest that can run these inputs.
+    The call is prepared for the given step, or for the highest one that can run these inputs.
     """
     _validate(q, k, v)
     backend = _backend(q.device)
@@ -215,10 +215,10 @@ def _make_backend(device: torch.device) -> Backend:
 def highest_step(
     backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> Step:
-    """What attention() takes where it is given no step. Raises UsageError where none can run."""
+    """The step that attention() uses where none is given. Raises UsageError where none can run."""
     spec = specialization((q, k, v), causal)
     refusals: dict[str, str] = {}
-    for step in reversed(all_steps()):
+    for step in reversed([step for step in all_steps() if step.operation == FORWARD]):
         reason = backend.refusal(step, spec)
         if reason is None:
             alignment = backend.descriptor(step, spec).alignment

@@ -27,9 +27,13 @@ class Hunk:
 
 @dataclass(frozen=True)
 class Patch:
-    """name is the file's stem; header has the lines before the diff, e.g. header["breaks"]."""
+    """name is the file's stem; header has the lines before the diff, e.g. header["breaks"].
+
+    folder is the name of the file's: a step may have a patch of one name in several.
+    """
 
     name: str
+    folder: str
     step: Step
     header: dict[str, str]
     hunks: tuple[Hunk, ...]
@@ -45,8 +49,8 @@ class Patch:
             if count != 1:
                 first = hunk.old.splitlines()[0].strip()
                 raise UsageError(
-                    f"{self.name}.patch no longer applies: its hunk that starts with '{first}' "
-                    f"fits {count} places of {self.step.path.name}, not one"
+                    f"{self.name}.patch no longer applies: its hunk starting with '{first}' "
+                    f"matches {count} places in {self.step.path.name}, not one"
                 )
             source = source.replace("\n" + hunk.old, "\n" + hunk.new)
         return re.sub(r"^\n// \w+ --", f"// {self.name} --", source)
@@ -57,7 +61,7 @@ class Patch:
         Raises UsageError where the patch does not apply or the file cannot be written.
         """
         source = self.apply()
-        path = BUILD_DIR / "patched" / f"{self.name}.cu"
+        path = BUILD_DIR / "patched" / self.folder / f"{self.name}.cu"
         try:
             if not path.exists() or path.read_bytes() != source.encode():
                 write_atomically(path, source)
@@ -87,7 +91,7 @@ def read_patch(path: Path) -> Patch:
     if not step or not hunks or not all(hunk.old for hunk in hunks):
         raise UsageError(f"{path}: not a unified diff of a step")
     header = dict(re.findall(r"^(\w+): *(.+)$", head[: step.start()], re.MULTILINE))
-    return Patch(path.stem, read_step(ROOT / step[1]), header, hunks)
+    return Patch(path.stem, path.absolute().parent.name, read_step(ROOT / step[1]), header, hunks)
 
 
 def _side(hunk: str, sign: str) -> str:

@@ -14,9 +14,9 @@ DEVICE_DIR = _PACKAGE / "runtime" / "device"  # the headers for nvcc
 
 
 def build_dir() -> Path:
-    """Where what is compiled is kept: build/ in a checkout, else a folder in the user's cache.
+    """The folder of compiled files: build/ in a checkout, else one in the user's cache.
 
-    ATTENTION_WORKLOG_CACHE names any other.
+    ATTENTION_WORKLOG_CACHE overrides both.
     """
     if chosen := os.environ.get("ATTENTION_WORKLOG_CACHE"):
         return Path(chosen).absolute()
@@ -28,8 +28,8 @@ def build_dir() -> Path:
             user_cache = Path.home() / ".cache"
         except RuntimeError:
             raise UsageError(
-                "there is no home directory: set ATTENTION_WORKLOG_CACHE to a folder for what is "
-                "compiled"
+                "there is no home directory: set ATTENTION_WORKLOG_CACHE to a folder for "
+                "compiled files"
             ) from None
     return user_cache / "attention-worklog"
 

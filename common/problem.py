@@ -75,7 +75,7 @@ COUNTED = Problem(Shape(1, 1, 1, 128, 256, 128), "bf16")
 TOKENS, HIDDEN = 16384, 2048
 
 
-def _grid() -> Iterator[tuple[str, Problem]]:
+def _over_lengths() -> Iterator[tuple[str, Problem]]:
     for head_dim, causal, seq in product((64, 128, 256), (False, True), (1024, 4096, 16384)):
         heads = HIDDEN // head_dim
         shape = Shape(TOKENS // seq, heads, heads, seq, seq, head_dim)
@@ -86,7 +86,43 @@ def _grid() -> Iterator[tuple[str, Problem]]:
         yield f"gqa{'_causal' if causal else ''}_{seq}", Problem(shape, "bf16", causal)
 
 
-GRID = dict(_grid())  # by a cell's name
+def _of_models() -> Iterator[tuple[str, Problem]]:
+    """Head dimensions and lengths that no tile was made for."""
+    for head_dim, causal in product((72, 80, 96, 192), (False, True)):
+        # SigLIP has 16 heads of 72.
+        batch, heads = (8, 16) if head_dim == 72 else (4, HIDDEN // head_dim)
+        shape = Shape(batch, heads, heads, 4096, 4096, head_dim)
+        yield f"d{head_dim}{'_causal' if causal else ''}_4096", Problem(shape, "bf16", causal)
+    yield "vit_197", Problem(Shape(16, 12, 12, 197, 197, 64), "bf16")
+    yield "vit_577", Problem(Shape(16, 12, 12, 577, 577, 64), "bf16")
+    yield "whisper_1500", Problem(Shape(8, 20, 20, 1500, 1500, 64), "bf16")
+    yield "cross_attention_77", Problem(Shape(8, 10, 10, 4096, 77, 64), "bf16")
+    yield "flux_4608", Problem(Shape(1, 24, 24, 4608, 4608, 128), "bf16")
+    # Llama 3 again: a part of a prompt after the keys of the parts before it.
+    yield "prefill_causal_32768", Problem(Shape(1, 64, 8, 1024, 32768, 128), "bf16", causal=True)
+
+
+# By a cell's name.
+GRID_OVER_LENGTHS = dict(_over_lengths())
+GRID = GRID_OVER_LENGTHS | dict(_of_models())
+
+# Kinds of inputs, which verify/inputs.py defines. Of the normal ones by the logits' deviation.
+NORMAL = {f"normal_{std}": std for std in (1, 2, 4, 8, 16)}
+INPUTS = (*NORMAL, "later_keys_larger", "own_key", "first_key_sink", "equal_keys")
+
+
+def _distributions() -> Iterator[tuple[str, tuple[Problem, str]]]:
+    seq = 4096
+    for head_dim, causal, dtype, inputs in product(
+        (64, 128, 256), (False, True), ("bf16", "fp16"), INPUTS
+    ):
+        heads = HIDDEN // head_dim
+        shape = Shape(TOKENS // seq, heads, heads, seq, seq, head_dim)
+        name = f"d{head_dim}{'_causal' if causal else ''}_{dtype}_{inputs}"
+        yield name, (Problem(shape, dtype, causal), inputs)
+
+
+DISTRIBUTIONS = dict(_distributions())  # by a cell's name: the problem and the kind of inputs
 LATENCY = {
     f"n{seq}{'_causal' if causal else ''}": Problem(Shape(1, 16, 16, seq, seq, 128), "bf16", causal)
     for seq, causal in product((128, 256, 512, 1024), (False, True))

@@ -20,6 +20,7 @@ PRODUCER_EVENTS = ("load K", "load V")
 CONSUMER_EVENTS = ("start S", "end S", "end softmax", "start PV", "end PV")
 OUTPUT_EVENTS = ("start O", "end O")  # after the last tile of a work tile
 TIMELINE_TILES = 6  # shown by its diagram
+SHARES = ("rescaled", "redone")  # of the work tiles
 EACH = object()  # stands for all keys of a dict that the form does not name
 
 
@@ -46,6 +47,10 @@ def _count(value: object) -> bool:
     return _is(value, int) and value > 0
 
 
+def _share(value: object) -> bool:
+    return _is(value, NUMBER) and 0 <= value <= 1
+
+
 def _is(value: object, form: type | tuple[type, ...]) -> bool:
     """isinstance, except that true and false are not numbers."""
     return isinstance(value, form) and (form is bool or not isinstance(value, bool))
@@ -57,7 +62,7 @@ def _some(form: object) -> Callable[[object], bool]:
 
 
 def _clocks(value: object) -> bool:
-    """Clocks by warpgroup and event, growing from tile to tile; more tiles than are shown."""
+    """Clocks by warpgroup and event, increasing from tile to tile; more tiles than are shown."""
     if find_error(value, _CLOCKS):
         return False
     lists = [times for events in value.values() for times in events.values()]
@@ -116,7 +121,7 @@ _SOURCE = {"step": str, **_CODE}
 
 
 def _outcome(operation: Operation) -> dict:
-    """Errors of the first output, at least: all that a peer gives."""
+    """Errors by output: at least the first one's, the only one that a peer returns."""
     return {
         "time_ms": _positive,
         "time_p25_ms": _positive,
@@ -201,6 +206,13 @@ GRID_RECORD = {
     "sources": {EACH: _CODE},
     "ceiling": {"matmul": str, "tflops": _positive, "samples_ms": _some([_positive])},
     "cells": _some([CELL]),
+}
+_SHARE = AnyOf([type(None), _share])
+DISTRIBUTIONS_RECORD = {
+    "device": str,
+    "sources": {EACH: _CODE},
+    "repairs": AnyOf([type(None), _SOURCE]),
+    "cells": _some([{**CELL, "dtype": str, "inputs": str, **dict.fromkeys(SHARES, _SHARE)}]),
 }
 _SAMPLES = _some({EACH: _some([_positive])})
 _LATENCY_CELL = {**_CELL, "device_us": _SAMPLES, "host_us": _SAMPLES, "missing": {EACH: str}}

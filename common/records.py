@@ -2,9 +2,10 @@
 
 The modules of common/bench/ write them: vNN.json is a step's (headline.py), and
 experiments/vNN_what.json that of a variant; grid.json is of many shapes (grid.py), and
-grid_previous.json the run before, if that was of the same sources; timelines/vNN.json has the
-clocks of a pipeline (timeline.py); latency.json is what small calls cost (latency.py);
-profiles/static/vNN.json is what is known without a GPU (static_analysis.py).
+grid_previous.json the run before, if that was of the same sources; distributions.json and
+distributions_previous.json are the same of many kinds of inputs (distributions.py);
+timelines/vNN.json has the clocks of a pipeline (timeline.py); latency.json is what small calls cost
+(latency.py); profiles/static/vNN.json is what is known without a GPU (static_analysis.py).
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ HEADLINE_GPU = "h200"  # the folder whose records README.md and worklog.md show
 # In the folder of a GPU.
 GRID_FILE = "grid.json"
 GRID_PREVIOUS_FILE = "grid_previous.json"
+DISTRIBUTIONS_FILE = "distributions.json"
+DISTRIBUTIONS_PREVIOUS_FILE = "distributions_previous.json"
 LATENCY_FILE = "latency.json"
 
-# What a repeated call of attention() runs on the host.
+# The files whose code a repeated call of attention() runs on the host.
 _HOST_FILES = (
     "functional.py",
     "operator.py",
@@ -42,11 +45,15 @@ _HOST_FILES = (
 )
 
 _VENDORS = {"nvidia"}
+_MEMORY = re.compile(r"\b\d+gb hbm\w*")
 
 
 def gpu_folder(device: str) -> str:
-    """The folder of a device's records: "NVIDIA GeForce RTX 4090" -> "geforce_rtx_4090"."""
-    words = re.findall(r"[a-z0-9]+", device.lower())
+    """The folder of a device's records: "NVIDIA GeForce RTX 4090" -> "geforce_rtx_4090".
+
+    Without memory that is told with its kind: "NVIDIA H100 80GB HBM3" -> "h100".
+    """
+    words = re.findall(r"[a-z0-9]+", _MEMORY.sub("", device.lower()))
     return "_".join(word for word in words if word not in _VENDORS)
 
 
@@ -61,7 +68,7 @@ def is_stale(record: dict, step: Step) -> bool:
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """Replaces a file whole: whatever interrupts this, it holds the old content or the new."""
+    """Replaces a file atomically: whatever interrupts this, it holds the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -73,7 +80,7 @@ def write_atomically(path: Path, content: str) -> None:
 
 def write_record(path: Path, record: dict) -> None:
     text = json.dumps(record, indent=1)
-    # One line for a list of numbers: thirty samples are read as a row or not at all.
+    # A list of numbers goes on one line: nobody reads thirty samples below each other.
     text = re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
     write_atomically(path, text + "\n")
 

@@ -11,7 +11,7 @@ from .operation import OPERATIONS, Operation, operation_of
 from .problem import Specialization
 from .source import code_sha256
 
-# Of the ladders. The first is meant where a step is called by its number alone.
+# The ladders' letters. The first is implied where a step is named by its number alone.
 LETTERS = "".join(OPERATIONS)
 DTYPES = ("bf16", "fp16", "fp32")
 # Compute capabilities that nvcc of CUDA 13 knows. From 9.0 on, an "a" after the number admits
@@ -23,10 +23,10 @@ _LIMITS = re.compile(
     r"(?P<dtypes>[a-z]\w*(?:, [a-z]\w*)*); "
     r"head_dim (?P<lowest>\d+)-(?P<highest>\d+) by (?P<multiple>\d+); "
     r"sm_(?P<arch>\d+)(?P<exact>a?)\b"
+    r"(; more than \d+ KiB of shared memory from head_dim (?P<large_smem>\d+) on)?"
 )
-_LARGE_SMEM = re.compile(r"more than the \d+ KiB of shared memory of .* from head_dim (\d+) on")
 
-HEAD_DIMS = range(8, 257, 8)  # that the cases of verify/ cover: no step can promise others
+HEAD_DIMS = range(8, 257, 8)  # those that the cases of verify/ cover: a step can promise no others
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def read_step(path: Path) -> Step:
 
 
 def _parse_limits(path: Path, text: str) -> Limits:
-    """Of a `limits:` line. What follows the architecture is for the reader, but for this:
-    "more than the 99 KiB of shared memory of sm_86 from head_dim 160 on".
+    """Parses a `limits:` line. The architecture may be followed by
+    "; more than 99 KiB of shared memory from head_dim 160 on"; the rest is for the reader.
     """
     found = _LIMITS.match(text)
     if not found:
@@ -159,14 +159,13 @@ def _parse_limits(path: Path, text: str) -> Limits:
         known = ", ".join(f"sm_{known}" for known in ARCHITECTURES)
         raise UsageError(
             f"{path}: 'limits:' can name {known}, from sm_{FIRST_EXACT_ARCHITECTURE} on also with "
-            f"an 'a' behind, not sm_{number}{found['exact']}"
+            f"a trailing 'a', not sm_{number}{found['exact']}"
         )
-    large_smem = _LARGE_SMEM.search(text)
     return Limits(
         dtypes,
         low,
         high,
         by,
         f"sm_{number}{found['exact']}",
-        int(large_smem[1]) if large_smem else None,
+        int(found["large_smem"]) if found["large_smem"] else None,
     )

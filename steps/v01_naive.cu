@@ -64,7 +64,7 @@ __device__ float warp_reduce(float x, Combine combine) {
     return x;
 }
 
-// P = exp(S - m) / l with m = max S and l = sum exp(S - m); lse = m + log l. A warp a row.
+// P = exp(S - m) / l with m = max S and l = sum exp(S - m); lse = m + log l. One warp per row.
 extern "C" __global__ void attention_softmax(const __grid_constant__ AttentionParams p) {
     const int lane = threadIdx.x;
     const int64_t row = blockIdx.x;  // of batch * heads * seq_q

@@ -1,7 +1,7 @@
 // v02 -- tiled: shared-memory tiles, vector loads, one softmax kernel
-// change: both products work on tiles in shared memory, which the block loads 16 bytes a thread,
-//     coalesced; a thread computes STRIP outputs below each other; scale, mask, softmax and
-//     conversion are one kernel, a block a row
+// change: both products work on tiles in shared memory, which the block loads 16 bytes per
+//     thread, coalesced; a thread computes STRIP outputs of a column; scale, mask, softmax and
+//     conversion are one kernel, one block per row
 // why: v01 issues two loads for each multiplication, and in attention_scores a load touches up to 8
 //     cache lines. Here a multiplication takes 17/16 words from shared memory, which delivers 32 a
 //     clock: 16 TFLOP/s, 7 times v01
@@ -25,8 +25,8 @@ constexpr int OUTPUT_THREADS = HEAD_DIM * (ROWS / STRIP);
 constexpr int SOFTMAX_THREADS = 256;
 constexpr int SOFTMAX_WARPS = SOFTMAX_THREADS / 32;
 
-// Rows of 4 floats more than the data: then eight lanes that read 16 bytes each from eight rows
-// below each other touch all 32 banks once.
+// Rows are padded by 4 floats: eight lanes that each read 16 bytes from eight consecutive rows then
+// touch all 32 banks once.
 struct ScoresTiles {
     float q[TILE_M][TILE_D + 4];
     float k[TILE_N][TILE_D + 4];
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS)
     const float* scores = static_cast<const float*>(p.workspace[0]) + row * row_pitch(p);
     Element* probabilities = static_cast<Element*>(p.workspace[1]) + row * row_pitch(p);
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    const float scale_log2 = p.softmax_scale * LOG2_E;
 
     float row_max = -INFINITY;
     for (int j = threadIdx.x; j < visible; j += SOFTMAX_THREADS)
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS)
         float x[VEC];
 #pragma unroll
         for (int i = 0; i < VEC; i += 4) {
-            // Beyond the last visible key S may never have been written.
+            // S may not have been written beyond the last visible key.
             const float4 s = start < visible ? load_float4(&scores[start + i]) : float4{};
             x[i] = s.x, x[i + 1] = s.y, x[i + 2] = s.z, x[i + 3] = s.w;
         }
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(SOFTMAX_THREADS)
             x[i] = start + i < visible ? exp2f(x[i] * scale_log2 - shift) * inverse : 0.0f;
         store_vector(&probabilities[start], x);
     }
-    if (threadIdx.x == 0) p.lse[row] = shift * 0.6931471805599453f + logf(row_sum);
+    if (threadIdx.x == 0) p.lse[row] = shift * LN_2 + logf(row_sum);
 }
 
 // O = P V  [batch, heads, seq_q, HEAD_DIM]

@@ -5,9 +5,9 @@
 // why: v02 moves 12 bytes a score through global memory and needs memory that grows with seq_q *
 //     seq_k; here neither exists. A multiplication takes one word from shared memory, as in v02: no
 //     faster is predicted
-// limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_80
-//     above head_dim 160 a row of O does not fit in a thread's registers: right, but slow; fp32
-//     needs more than the 99 KiB of shared memory of sm_86 and sm_89 from head_dim 160 on
+// limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_80; more than 99 KiB of shared memory from
+//     head_dim 160 on, in fp32, which sm_86 and sm_89 lack; above head_dim 160 a row of O does not
+//     fit in a thread's registers: correct, but slow
 #include "attention.cuh"
 
 constexpr int BLOCK_M = 128;                                    // query rows, one thread each
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     }
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    const float scale_log2 = p.softmax_scale * LOG2_E;
     float o_acc[HEAD_DIM] = {};
     float row_max = -INFINITY;  // m, in units of log2
     float row_sum = 0.0f;       // l
@@ -164,5 +164,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     }
     // log sum exp = m ln 2 + log l; -inf where no key is visible.
     p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + row] =
-        row_sum == 0.0f ? -INFINITY : row_max * 0.6931471805599453f + logf(row_sum);
+        row_sum == 0.0f ? -INFINITY : row_max * LN_2 + logf(row_sum);
 }

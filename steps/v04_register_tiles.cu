@@ -1,11 +1,11 @@
 // v04 -- register tiles: a thread owns a small tile of S and of O
 // change: 16 threads share a query row and each works on ROWS rows, so that a value from shared
 //     memory serves several multiplications; row max and sum by warp shuffles; P goes through
-//     shared memory, because the threads that need a row of it are not those that computed it
+//     shared memory, because the threads that need a row of it are not the ones that computed it
 // why: v03 takes a word from shared memory for each multiplication; here it is 3/8 in S = Q K^T and
 //     1/4 in O += P V, so that the multipliers become the limit: 1.7 times v03
-// limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_80
-//     needs more than the 99 KiB of shared memory of sm_86 and sm_89 from head_dim 216 on
+// limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_80; more than 99 KiB of shared memory from
+//     head_dim 216 on, which sm_86 and sm_89 lack
 #include "attention.cuh"
 
 constexpr int ROWS = HEAD_DIM <= 128 ? 8 : 4;  // of a thread's tiles: what its registers hold
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     load_transposed(smem.q, q + q_start * p.q_stride.row, p.q_stride.row, p.seq_q - q_start);
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    const float scale_log2 = p.softmax_scale * LOG2_E;
     float o_acc[ROWS][CHUNKS][4] = {};
     float row_max[ROWS];       // m, in units of log2
     float row_sum[ROWS] = {};  // this thread's share of l
@@ -238,6 +238,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
         // log sum exp = m ln 2 + log l; -inf where no key is visible.
         if (lane == 0)
             p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + row] =
-                sum == 0.0f ? -INFINITY : row_max[r] * 0.6931471805599453f + logf(sum);
+                sum == 0.0f ? -INFINITY : row_max[r] * LN_2 + logf(sum);
     }
 }

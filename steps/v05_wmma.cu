@@ -2,9 +2,9 @@
 // change: both products by WMMA, 16x16x16 at a time; a warp owns 16 query rows. Which lane holds
 //     which element of a fragment is not documented, so S goes through shared memory to the softmax
 //     and P through shared memory back
-// why: the FMA pipes, which v04 keeps busy for more than half of the time, end at 67 TFLOP/s; the
-//     tensor cores multiply 15 times as fast, so that now the way of S, P and the operands through
-//     shared memory is the limit: 3 to 4 times v04
+// why: the FMA pipes, which v04 keeps busy for more than half of the time, peak at 67 TFLOP/s; the
+//     tensor cores multiply 15 times as fast, so that moving S, P and the operands through shared
+//     memory becomes the limit: 3 to 4 times v04
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_80
 #include "copy.cuh"
 #include "wmma.cuh"
@@ -24,7 +24,7 @@ using KFragment = wmma::fragment<wmma::matrix_b, 16, 16, 16, Element, wmma::col_
 using VFragment = wmma::fragment<wmma::matrix_b, 16, 16, 16, Element, wmma::row_major>;
 using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 
-// What a warp keeps for itself; no other warp reads or writes it.
+// Private to a warp: no other warp reads or writes it.
 struct alignas(32) WarpMemory {
     float s[WARP_ROWS][S_PITCH];  // S, then factors for O; at the end O, BLOCK_N columns at a time
     Element p[WARP_ROWS][S_PITCH];
@@ -64,12 +64,12 @@ __device__ void load_tile(Element (&tile)[TILE_ROWS][PITCH], const Element* rows
     }
 }
 
-// O *= factor, row by row; the lanes 2 row and 2 row + 1 bring a row's factor. Which element of a
-// fragment belongs to which row is not documented, but equal fragments have equal layouts: so the
+// O *= factor, row by row; lanes 2 row and 2 row + 1 supply a row's factor. Which element of a
+// fragment belongs to which row is not documented, but fragments of one type have one layout: the
 // factors become a fragment, too, of a matrix that repeats each of them 16 times.
 __device__ void multiply_rows(Accumulator (&o_acc)[DIM / 16], float factor, WarpMemory& warp) {
     const int lane = threadIdx.x % 32;
-    __syncwarp();  // everyone has read what is in S
+    __syncwarp();  // everyone has read S, whose place the factors take
     for (int i = 0; i < 8; i += 4)
         store_float4(&warp.s[lane / 2][lane % 2 * 8 + i],
                      make_float4(factor, factor, factor, factor));
@@ -94,9 +94,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     const Element* k = p.k + batch * p.k_stride.batch + kv_head * p.k_stride.head;
     const Element* v = p.v + batch * p.v_stride.batch + kv_head * p.v_stride.head;
     const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x / 32 * WARP_ROWS;  // of the block, the warp's first
+    const int warp_row = threadIdx.x / 32 * WARP_ROWS;  // the warp's first row in the block
     WarpMemory& warp = smem.warp[threadIdx.x / 32];
-    // Softmax: two lanes share a row, each takes every other group of 4 keys.
+    // Softmax: two lanes share a row; each takes every other group of 4 keys.
     const int row = lane / 2;
     const int part = lane % 2;
     // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     load_tile(smem.q, q + q_start * p.q_stride.row, p.q_stride.row, p.seq_q - q_start);
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    const float scale_log2 = p.softmax_scale * LOG2_E;
     Accumulator o_acc[DIM / 16];
 #pragma unroll
     for (int n = 0; n < DIM / 16; ++n) wmma::fill_fragment(o_acc[n], 0.0f);
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
             store_float4(&warp.p[row][8 * i + 4 * part],
                          make_float4(s[i][0], s[i][1], s[i][2], s[i][3]));
         }
-        multiply_rows(o_acc, rescale, warp);  // after which P is complete, too
+        multiply_rows(o_acc, rescale, warp);  // its barriers also complete P
 
         // ---- O += P V  [BLOCK_M, HEAD_DIM], [WARP_ROWS, DIM] of it in each warp
         // Not unrolled: at head_dim 256 the registers beside O hold one fragment of P.
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     Element* o = p.o + batch * p.o_stride.batch + head * p.o_stride.head + q_row * p.o_stride.row;
 #pragma unroll
     for (int d_start = 0; d_start < DIM; d_start += BLOCK_N) {
-        __syncwarp();  // everyone has read the columns before
+        __syncwarp();  // everyone has read the previous columns
 #pragma unroll
         for (int n = 0; n < BLOCK_N / 16; ++n)
             if (d_start + 16 * n < DIM)
@@ -213,5 +213,5 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     // log sum exp = m ln 2 + log l; -inf where no key is visible.
     if (part == 0 && q_row < p.seq_q)
         p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + q_row] =
-            row_sum == 0.0f ? -INFINITY : row_max * 0.6931471805599453f + logf(row_sum);
+            row_sum == 0.0f ? -INFINITY : row_max * LN_2 + logf(row_sum);
 }

@@ -1,14 +1,14 @@
 // v06 -- mma.sync: S, P and the softmax stay in registers
 // change: the tensor cores by mma.sync, whose register layout is documented: a lane knows the row and
-//     column of each of its elements of S, computes the softmax where they are, and what it holds of
-//     P is its share of the next product's operand; ldmatrix fetches the other operands
+//     column of each of its elements of S, computes the softmax in place, and what it holds of P is
+//     its share of the next product's operand; ldmatrix loads the other operands
 // why: in v05 the operands come 4 bytes a lane, and S and P pass through shared memory both ways;
 //     a quarter of the load instructions and four fifths of the bytes are left: 1.7 times v05
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_80
 #include "copy.cuh"
 #include "mma.cuh"
 
-constexpr int M_FRAGS = 1;  // fragments of 16 query rows, a warp's
+constexpr int M_FRAGS = 1;  // a warp's fragments of 16 query rows
 constexpr int WARP_ROWS = 16 * M_FRAGS;
 constexpr int NUM_WARPS = 4;
 constexpr int NUM_THREADS = 32 * NUM_WARPS;
@@ -50,13 +50,6 @@ __device__ void load_tile(Element (&tile)[TILE_ROWS][PITCH], const Element* rows
     }
 }
 
-// The maximum (or sum) over the 4 lanes that share a row, known to all of them.
-template <typename Combine>
-__device__ float quad_reduce(float x, Combine combine) {
-    x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return combine(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
@@ -69,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     const Element* k = p.k + batch * p.k_stride.batch + kv_head * p.k_stride.head;
     const Element* v = p.v + batch * p.v_stride.batch + kv_head * p.v_stride.head;
     const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x / 32 * WARP_ROWS;  // of the block, the warp's first
+    const int warp_row = threadIdx.x / 32 * WARP_ROWS;  // the warp's first row in the block
     // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
     const int offset = p.seq_k - p.seq_q;
     const int block_keys = CAUSAL ? min(p.seq_k, q_start + BLOCK_M + offset) : p.seq_k;
@@ -78,9 +71,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     load_tile(smem.q, q + q_start * p.q_stride.row, p.q_stride.row, p.seq_q - q_start);
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
-    // A lane's elements of S and O: of the rows 16 m + 8 r + lane / 4, in s_acc[m][n][2 r + i] and
-    // o_acc[m][n][2 r + i], the columns 8 n + 2 (lane % 4) + i; r and i are 0 and 1.
+    const float scale_log2 = p.softmax_scale * LOG2_E;
+    // A lane's s_acc[m][n][2 r + i] and o_acc[m][n][2 r + i], with r and i 0 or 1, are the elements
+    // of S and O in row 16 m + 8 r + lane / 4 of the warp's rows and column 8 n + 2 (lane % 4) + i.
     float o_acc[M_FRAGS][DIM / 8][4] = {};
     float row_max[M_FRAGS][2];       // m, in units of log2
     float row_sum[M_FRAGS][2] = {};  // this lane's share of l
@@ -140,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
                 for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) tile_max = fmaxf(tile_max, s_acc[m][n][2 * r + i]);
-                tile_max = quad_reduce(tile_max, [](float x, float y) { return fmaxf(x, y); });
+                tile_max = quad_max(tile_max);
                 const float row_max_new = fmaxf(row_max[m][r], tile_max);
                 // Before the first visible key m' = -inf; 2^(s - 0) = 0 there, 2^(-inf + inf) is NaN.
                 shift[m][r] = row_max_new == -INFINITY ? 0.0f : row_max_new;
@@ -156,8 +149,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
         // ---- O += P V  [BLOCK_M, HEAD_DIM], [WARP_ROWS, DIM] of it in each warp
 #pragma unroll
         for (int j = 0; j < BLOCK_N; j += 16) {
-            // P = 2^(S - m'): what a lane holds of two accumulators [16, 8] side by side is what it
-            // has to hold of an operand [16, 16].
+            // P = 2^(S - m'): a lane's elements of two accumulators [16, 8] side by side are its
+            // elements of an operand [16, 16].
             uint32_t p_frag[M_FRAGS][4];
 #pragma unroll
             for (int m = 0; m < M_FRAGS; ++m)
@@ -190,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = q_start + warp_row + 16 * m + 8 * r + lane / 4;
-            const float sum = quad_reduce(row_sum[m][r], [](float x, float y) { return x + y; });
+            const float sum = quad_sum(row_sum[m][r]);
             if (row >= p.seq_q) continue;
             const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
             Element* o =
@@ -204,6 +197,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
             // log sum exp = m ln 2 + log l; -inf where no key is visible.
             if (lane % 4 == 0)
                 p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + row] =
-                    sum == 0.0f ? -INFINITY : row_max[m][r] * 0.6931471805599453f + logf(sum);
+                    sum == 0.0f ? -INFINITY : row_max[m][r] * LN_2 + logf(sum);
         }
 }

@@ -5,20 +5,20 @@
 // why: v06 is limited by the L1 data pipe, mostly by ldmatrix of K and V for 16 rows, and by the
 //     wait for the copies; half of the bytes are left, and nobody waits: 1.8 times v06
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_80
-//     made for two blocks on an SM, which from head_dim 72 on take 194 KiB of shared memory: Hopper's
+//     tuned for two blocks per SM, which need Hopper's shared memory from head_dim 72 on: 194 KiB
 #include "copy.cuh"
 #include "mma.cuh"
 
-constexpr int M_FRAGS = HEAD_DIM <= 128 ? 2 : 1;  // fragments of 16 query rows, a warp's
+constexpr int M_FRAGS = HEAD_DIM <= 128 ? 2 : 1;  // a warp's fragments of 16 query rows
 constexpr int WARP_ROWS = 16 * M_FRAGS;
 constexpr int NUM_WARPS = 4;
 constexpr int NUM_THREADS = 32 * NUM_WARPS;
 constexpr int BLOCKS_PER_SM = 2;
 constexpr int BLOCK_M = NUM_WARPS * WARP_ROWS;      // query rows
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 64 : 32;  // keys of a tile
-constexpr int NUM_STAGES = 2;  // tiles in shared memory: in use, stage, and on the way, stage ^ 1
+constexpr int NUM_STAGES = 2;  // tiles in shared memory: stage is in use, stage ^ 1 in flight
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;   // in whole fragments; zeros from HEAD_DIM on
-constexpr int PITCH = (DIM + 63) / 64 * 64;      // of a row, in whole 128 bytes: once all the banks
+constexpr int PITCH = (DIM + 63) / 64 * 64;      // of a row, in whole 128 bytes: every bank once
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 64;  // where O and S leave room for it
 
 struct SharedMemory {
@@ -37,13 +37,13 @@ __constant__ LaunchDescriptor launch_descriptor = {
 };
 }
 
-// Where column col of a row lies: the eight 16-byte chunks of every 128 bytes change places, in each
-// of 8 rows differently, so that the same chunk of 8 rows fills all the banks once. For a multiple d
+// Where column col of a row lies: the eight 16-byte chunks of every 128 bytes are permuted, in each
+// of 8 rows differently, so that the same chunk of 8 rows touches every bank once. For a multiple d
 // of 16 and a col below 16, swizzle(row, d + col) is swizzle(row, col) ^ d.
 __device__ int swizzle(int row, int col) { return col ^ row % 8 * VEC; }
 
 // Starts tile[r][swizzle(r, d)] = rows[r][d], zeros past the last row and past HEAD_DIM
-// [TILE_ROWS, DIM]. Eight threads share a row: in all the rows of a thread the swizzle is the same.
+// [TILE_ROWS, DIM]. Eight threads share a row; the swizzle is the same in all of a thread's rows.
 template <int TILE_ROWS>
 __device__ void load_tile(Element (&tile)[TILE_ROWS][PITCH], const Element* rows, int64_t stride,
                           int num_rows) {
@@ -63,13 +63,6 @@ __device__ void load_tile(Element (&tile)[TILE_ROWS][PITCH], const Element* rows
     }
 }
 
-// The maximum (or sum) over the 4 lanes that share a row, known to all of them.
-template <typename Combine>
-__device__ float quad_reduce(float x, Combine combine) {
-    x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return combine(x, __shfl_xor_sync(0xffffffff, x, 2));
-}
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
@@ -82,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     const Element* k = p.k + batch * p.k_stride.batch + kv_head * p.k_stride.head;
     const Element* v = p.v + batch * p.v_stride.batch + kv_head * p.v_stride.head;
     const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x / 32 * WARP_ROWS;  // of the block, the warp's first
+    const int warp_row = threadIdx.x / 32 * WARP_ROWS;  // the warp's first row in the block
     // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
     const int offset = p.seq_k - p.seq_q;
     const int block_keys = CAUSAL ? min(p.seq_k, q_start + BLOCK_M + offset) : p.seq_k;
@@ -112,9 +105,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
     }
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
-    // A lane's elements of S and O: of the rows 16 m + 8 r + lane / 4, in s_acc[m][n][2 r + i] and
-    // o_acc[m][n][2 r + i], the columns 8 n + 2 (lane % 4) + i; r and i are 0 and 1.
+    const float scale_log2 = p.softmax_scale * LOG2_E;
+    // A lane's s_acc[m][n][2 r + i] and o_acc[m][n][2 r + i], with r and i 0 or 1, are the elements
+    // of S and O in row 16 m + 8 r + lane / 4 of the warp's rows and column 8 n + 2 (lane % 4) + i.
     float o_acc[M_FRAGS][DIM / 8][4] = {};
     float row_max[M_FRAGS][2];       // m, in units of log2
     float row_sum[M_FRAGS][2] = {};  // this lane's share of l
@@ -176,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
                 for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) tile_max = fmaxf(tile_max, s_acc[m][n][2 * r + i]);
-                tile_max = quad_reduce(tile_max, [](float x, float y) { return fmaxf(x, y); });
+                tile_max = quad_max(tile_max);
                 const float row_max_new = fmaxf(row_max[m][r], tile_max * tile_scale);
                 // Before the first visible key m' = -inf; 2^(s - 0) = 0 there, 2^(-inf + inf) is NaN.
                 shift[m][r] = row_max_new == -INFINITY ? 0.0f : row_max_new;
@@ -189,15 +182,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
                     for (int i = 0; i < 2; ++i) o_acc[m][n][2 * r + i] *= rescale;
             }
 
-        // On its way during the exponentials of this tile and O += P V.
+        // In flight during the exponentials of this tile and O += P V.
         if (k_start + BLOCK_N < block_keys) load_kv(k_start + BLOCK_N, stage ^ 1);
         cp_async_commit_group();
 
         // ---- O += P V  [BLOCK_M, HEAD_DIM], [WARP_ROWS, DIM] of it in each warp
 #pragma unroll
         for (int j = 0; j < BLOCK_N; j += 16) {
-            // P = 2^(S - m'): what a lane holds of two accumulators [16, 8] side by side is what it
-            // has to hold of an operand [16, 16].
+            // P = 2^(S - m'): a lane's elements of two accumulators [16, 8] side by side are its
+            // elements of an operand [16, 16].
             uint32_t p_frag[M_FRAGS][4];
 #pragma unroll
             for (int m = 0; m < M_FRAGS; ++m)
@@ -224,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
         }
     }
 
-    cp_async_wait_group<0>();  // a block that sees no key has not waited for its copies
+    cp_async_wait_group<0>();  // a block that sees no key has not yet waited for its copies
 
     // ---- write O and lse
 #pragma unroll
@@ -232,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = q_start + warp_row + 16 * m + 8 * r + lane / 4;
-            const float sum = quad_reduce(row_sum[m][r], [](float x, float y) { return x + y; });
+            const float sum = quad_sum(row_sum[m][r]);
             if (row >= p.seq_q) continue;
             const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
             Element* o =
@@ -246,6 +239,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
             // log sum exp = m ln 2 + log l; -inf where no key is visible.
             if (lane % 4 == 0)
                 p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + row] =
-                    sum == 0.0f ? -INFINITY : row_max[m][r] * 0.6931471805599453f + logf(sum);
+                    sum == 0.0f ? -INFINITY : row_max[m][r] * LN_2 + logf(sum);
         }
 }

@@ -14,7 +14,7 @@ constexpr int NUM_WARPGROUPS = 2;
 constexpr int NUM_THREADS = 128 * NUM_WARPGROUPS;
 constexpr int BLOCK_M = 64 * NUM_WARPGROUPS;         // query rows, 64 a warpgroup
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
-constexpr int NUM_STAGES = 2;  // tiles in shared memory: in use, and on the way
+constexpr int NUM_STAGES = 2;  // tiles in shared memory: one in use, one in flight
 constexpr int PANEL = 64;      // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
@@ -23,8 +23,8 @@ constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
 
-struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
-    Tile<BLOCK_M> q;                 // and in the end O
+struct alignas(SWIZZLE_128B_TILE) SharedMemory {
+    Tile<BLOCK_M> q;  // and in the end O
     Tile<BLOCK_N> k[NUM_STAGES];
     Tile<BLOCK_N> v[NUM_STAGES];
     Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];  // the tile has arrived
@@ -44,8 +44,8 @@ __constant__ LaunchDescriptor launch_descriptor = {
 };
 }
 
-// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros where the tensor ends, and
-// announces its bytes to the barrier. For one thread.
+// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros past its ends, and
+// announces its bytes to the barrier. Called by one thread.
 template <int ROWS>
 __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int head, int batch,
                           Mbarrier& full) {
@@ -58,26 +58,19 @@ __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int h
 // Describes the columns d ... d + 15 of a tile, its rows from `row` on: Q or K.
 template <int ROWS>
 __device__ uint64_t k_major(const Tile<ROWS>& tile, int row, int d) {
-    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, 8 * 2 * PANEL);
+    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, SWIZZLE_128B_TILE);
 }
 
 // Describes the rows key ... key + 15 of a tile, all columns: V.
 template <int ROWS>
 __device__ uint64_t mn_major(const Tile<ROWS>& tile, int key) {
-    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), 8 * 2 * PANEL);
+    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), SWIZZLE_128B_TILE);
 }
 
-// Where TMA puts a tile's 8 elements from column d on: 8 chunks of a row change places.
+// Where TMA puts a tile's 8 elements from column d on: the 8 chunks of a row are permuted.
 template <int ROWS>
 __device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
     return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
-}
-
-// The maximum (or sum) over the 4 lanes that share a row, known to all of them.
-template <typename Combine>
-__device__ float quad_reduce(float x, Combine combine) {
-    x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return combine(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
@@ -89,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const int batch = blockIdx.x / q_blocks / p.heads;
     const int kv_head = head / (p.heads / p.kv_heads);
     const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x / 32 * 16;    // of the block, the warp's first
+    const int warp_row = threadIdx.x / 32 * 16;    // the warp's first row in the block
     const int group_row = threadIdx.x / 128 * 64;  // and the warpgroup's
     // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
     const int offset = p.seq_k - p.seq_q;
@@ -101,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         load_tile(smem.k[stage], p.k_map, tile * BLOCK_N, kv_head, batch, smem.k_full[stage]);
         load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, kv_head, batch, smem.v_full[stage]);
     };
-    // The tiles of a stage are the phases of its barriers.
+    // A stage's barriers complete one phase per tile.
     const auto wait_for = [](Mbarrier& barrier, int phase) {
         while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
         }
@@ -123,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     wait_for(smem.q_full, 0);
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
-    // A lane's elements of S and O: of the rows 8 r + lane / 4 of its warp's 16, in
-    // s_acc[n][2 r + i] and o_acc[n][2 r + i], the columns 8 n + 2 (lane % 4) + i.
+    const float scale_log2 = p.softmax_scale * LOG2_E;
+    // A lane's s_acc[n][2 r + i] and o_acc[n][2 r + i], with r and i 0 or 1, are the elements of S
+    // and O in row 8 r + lane / 4 of its warp's 16 and column 8 n + 2 (lane % 4) + i.
     float o_acc[DIM / 8][4] = {};
     float row_max[2] = {-INFINITY, -INFINITY};  // m, in units of log2
     float row_sum[2] = {};                      // this lane's share of l
@@ -173,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) tile_max = fmaxf(tile_max, s_acc[n][2 * r + i]);
-            tile_max = quad_reduce(tile_max, [](float x, float y) { return fmaxf(x, y); });
+            tile_max = quad_max(tile_max);
             const float row_max_new = fmaxf(row_max[r], tile_max * tile_scale);
             // Before the first visible key m' = -inf; 2^(s - 0) = 0 there, 2^(-inf + inf) is NaN.
             shift[r] = row_max_new == -INFINITY ? 0.0f : row_max_new;
@@ -185,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) o_acc[n][2 * r + i] *= rescale;
         }
-        // P = 2^(S - m'), as mma_m16n8k16 and wgmma want their operand A.
+        // P = 2^(S - m') in the layout of operand A, the same for mma_m16n8k16 and wgmma.
         uint32_t p_frag[BLOCK_N / 16][4];
 #pragma unroll
         for (int j = 0; j < BLOCK_N / 16; ++j)
@@ -209,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         wgmma_commit_group();
         wgmma_wait_group<0>(o_acc, p_frag);
 
-        __syncthreads();  // everyone has read the tile, whose place the next copy takes
+        __syncthreads();  // everyone has read the tile, which the next copy overwrites
         if (threadIdx.x == 0 && tile + NUM_STAGES < num_tiles) load_kv(tile + NUM_STAGES);
     }
 
@@ -218,12 +211,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = q_start + warp_row + 8 * r + lane / 4;
-        const float sum = quad_reduce(row_sum[r], [](float x, float y) { return x + y; });
+        const float sum = quad_sum(row_sum[r]);
         inverse[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
         // log sum exp = m ln 2 + log l; -inf where no key is visible.
         if (lane % 4 == 0 && row < p.seq_q)
             p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + row] =
-                sum == 0.0f ? -INFINITY : row_max[r] * 0.6931471805599453f + logf(sum);
+                sum == 0.0f ? -INFINITY : row_max[r] * LN_2 + logf(sum);
     }
     // O takes the place of Q, which the last tile's products have read: a warp's 16 rows of a panel,
     // swizzled, are a box. TMA leaves out the rows past seq_q and the columns past HEAD_DIM, some of
@@ -238,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
         stmatrix_x4(swizzled<BLOCK_M>(smem.q, warp_row + lane % 16, 8 * n + lane / 16 * 8), o_frag);
     }
-    fence_proxy_async();  // of each writer, before the barrier
+    fence_proxy_async();  // by each writer, before the barrier
     __syncwarp();
     if (lane == 0) {
 #pragma unroll

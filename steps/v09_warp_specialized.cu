@@ -1,8 +1,8 @@
 // v09 -- warp specialization: one warpgroup copies, the others compute, and softmax hides
 // change: a producer warpgroup starts all copies and gives its registers to two or three consumers;
 //     empty barriers instead of __syncthreads; a consumer starts S of the next tile and O += P V of
-//     this one before it computes the next softmax; consumers take turns at the tensor cores; Q in
-//     registers where there is room
+//     this one before it computes the next softmax; ping-pong: consumers take turns at the tensor
+//     cores; Q in registers where there is room
 // why: in v08 the tensor cores wait during the softmax, 0.4 of the products' own time, and all warps
 //     wait for each other at every tile; with a warpgroup's softmax under the products of the others
 //     and under its own, little more than the products' time is left: 1.3 times v08
@@ -19,20 +19,22 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
 constexpr int BLOCK_M = 64 * CONSUMERS;              // query rows, 64 a warpgroup
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 80;  // keys of a tile
-// Q in registers where there is room, turns where softmax takes about as long as the products.
+// Q in registers where there is room, ping-pong where softmax takes about as long as the products.
 constexpr bool Q_IN_REGISTERS = 64 < HEAD_DIM && HEAD_DIM <= 128;
 constexpr bool TAKE_TURNS = HEAD_DIM <= 128;
 constexpr int NUM_STAGES = 2;  // tiles of K, and of V, in shared memory
 constexpr int PANEL = 64;      // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
+constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the others' follow. 0 is that of __syncthreads
+constexpr int Q_READ_BARRIER = TURN_BARRIER + CONSUMERS;  // likewise
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
 
-struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
-    Tile<BLOCK_M> q;                 // and in the end O
+struct alignas(SWIZZLE_128B_TILE) SharedMemory {
+    Tile<BLOCK_M> q;  // and in the end O
     Tile<BLOCK_N> k[NUM_STAGES];
     Tile<BLOCK_N> v[NUM_STAGES];
     Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];  // the tile has arrived
@@ -53,8 +55,8 @@ __constant__ LaunchDescriptor launch_descriptor = {
 };
 }
 
-// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros where the tensor ends, and
-// announces its bytes to the barrier. For one thread.
+// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros past its ends, and
+// announces its bytes to the barrier. Called by one thread.
 template <int ROWS>
 __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int head, int batch,
                           Mbarrier& full) {
@@ -67,26 +69,19 @@ __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int h
 // Describes the columns d ... d + 15 of a tile, its rows from `row` on: Q or K.
 template <int ROWS>
 __device__ uint64_t k_major(const Tile<ROWS>& tile, int row, int d) {
-    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, 8 * 2 * PANEL);
+    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, SWIZZLE_128B_TILE);
 }
 
 // Describes the rows key ... key + 15 of a tile, all columns: V.
 template <int ROWS>
 __device__ uint64_t mn_major(const Tile<ROWS>& tile, int key) {
-    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), 8 * 2 * PANEL);
+    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), SWIZZLE_128B_TILE);
 }
 
-// Where TMA puts a tile's 8 elements from column d on: 8 chunks of a row change places.
+// Where TMA puts a tile's 8 elements from column d on: the 8 chunks of a row are permuted.
 template <int ROWS>
 __device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
     return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
-}
-
-// The maximum (or sum) over the 4 lanes that share a row, known to all of them.
-template <typename Combine>
-__device__ float quad_reduce(float x, Combine combine) {
-    x = combine(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return combine(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
@@ -101,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const int offset = p.seq_k - p.seq_q;
     const int block_keys = CAUSAL ? min(p.seq_k, q_start + BLOCK_M + offset) : p.seq_k;
     const int num_tiles = max(0, (block_keys + BLOCK_N - 1) / BLOCK_N);
-    // The same in all lanes; the shuffle tells the compiler so.
+    // Uniform across the warp; the shuffle tells the compiler so.
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int lane = threadIdx.x % 32;
 
@@ -113,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         const int stage = tile % NUM_STAGES;
         load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, kv_head, batch, smem.v_full[stage]);
     };
-    // The tiles of a stage are the phases of its barriers. Phase -1 counts as completed from the
+    // A stage's barriers complete one phase per tile. Phase -1 counts as completed from the
     // beginning: a new stage is empty.
     const auto wait_for = [](Mbarrier& barrier, int phase) {
         while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
@@ -139,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (warpgroup == CONSUMERS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x != PRODUCER) return;
-        // K of a tile, then V of the tile before: as the consumers need them.
+        // K of a tile, then V of the tile before: the order in which the consumers need them.
         for (int tile = 1; tile <= num_tiles; ++tile) {
             if (tile < num_tiles) {
                 wait_for(smem.k_empty[tile % NUM_STAGES], tile / NUM_STAGES - 1);
@@ -152,26 +147,26 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     }
 
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    const int group_row = 64 * warpgroup;        // of the block, the warpgroup's first
+    const int group_row = 64 * warpgroup;        // the warpgroup's first row in the block
     const int warp_row = threadIdx.x / 32 * 16;  // and the warp's
     const auto release = [&](Mbarrier& empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
-    // Consumers start their products in turn, so that one computes softmax while another multiplies:
-    // barrier 1 + w takes the 128 threads of warpgroup w, which wait, and the 128 of its predecessor,
-    // which have started theirs. Nobody takes the last turn.
+    // Ping-pong scheduling: consumers start their products in turn, so that one computes softmax
+    // while another multiplies. A warpgroup's barrier takes its 128 threads, which wait, and the 128
+    // of its predecessor, which have started theirs. Nobody takes the last turn.
     const auto wait_for_turn = [&] {
-        if (TAKE_TURNS) bar_sync(1 + warpgroup, 256);
+        if (TAKE_TURNS) bar_sync(TURN_BARRIER + warpgroup, 256);
     };
     const auto pass_turn = [&] {
-        if (TAKE_TURNS) bar_arrive(1 + (warpgroup + 1) % CONSUMERS, 256);
+        if (TAKE_TURNS) bar_arrive(TURN_BARRIER + (warpgroup + 1) % CONSUMERS, 256);
     };
     if (warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
 
     // exp(scale s) = 2^(scale_log2 s): the hardware's exponential has base 2.
-    const float scale_log2 = p.softmax_scale * 1.4426950408889634f;
-    // A lane's elements of S and O: of the rows 8 r + lane / 4 of its warp's 16, in
-    // s_acc[n][2 r + i] and o_acc[n][2 r + i], the columns 8 n + 2 (lane % 4) + i.
+    const float scale_log2 = p.softmax_scale * LOG2_E;
+    // A lane's s_acc[n][2 r + i] and o_acc[n][2 r + i], with r and i 0 or 1, are the elements of S
+    // and O in row 8 r + lane / 4 of its warp's 16 and column 8 n + 2 (lane % 4) + i.
     float o_acc[DIM / 8][4] = {};
     float row_max[2] = {-INFINITY, -INFINITY};  // m, in units of log2
     float row_sum[2] = {};                      // this lane's share of l
@@ -232,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) tile_max = fmaxf(tile_max, s_acc[n][2 * r + i]);
-            tile_max = quad_reduce(tile_max, [](float x, float y) { return fmaxf(x, y); });
+            tile_max = quad_max(tile_max);
             const float row_max_new = fmaxf(row_max[r], tile_max * tile_scale);
             // Before the first visible key m' = -inf; 2^(s - 0) = 0 there, 2^(-inf + inf) is NaN.
             shift[r] = row_max_new == -INFINITY ? 0.0f : row_max_new;
@@ -249,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
     };
 
-    // P as wgmma wants its operand A.
+    // P in the layout of wgmma's operand A.
     const auto convert_p = [&] {
 #pragma unroll
         for (int j = 0; j < BLOCK_N / 16; ++j)
@@ -314,14 +309,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = q_start + warp_row + 8 * r + lane / 4;
-        const float sum = quad_reduce(row_sum[r], [](float x, float y) { return x + y; });
+        const float sum = quad_sum(row_sum[r]);
         inverse[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
         // log sum exp = m ln 2 + log l; -inf where no key is visible.
         if (lane % 4 == 0 && row < p.seq_q)
             p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + row] =
-                sum == 0.0f ? -INFINITY : row_max[r] * 0.6931471805599453f + logf(sum);
+                sum == 0.0f ? -INFINITY : row_max[r] * LN_2 + logf(sum);
     }
-    bar_sync(1 + CONSUMERS + warpgroup, 128);  // all of the warpgroup's products have read Q
+    bar_sync(Q_READ_BARRIER + warpgroup, 128);  // all of the warpgroup's products have read Q
     // O takes the place of Q: a warp's 16 rows of a panel, swizzled, are a box. TMA leaves out the
     // rows past seq_q and the columns past HEAD_DIM, some of which nobody has written.
 #pragma unroll
@@ -334,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
         stmatrix_x4(swizzled<BLOCK_M>(smem.q, warp_row + lane % 16, 8 * n + lane / 16 * 8), o_frag);
     }
-    fence_proxy_async();  // of each writer, before the barrier
+    fence_proxy_async();  // by each writer, before the barrier
     __syncwarp();
     if (lane == 0) {
 #pragma unroll

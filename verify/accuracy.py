@@ -145,7 +145,7 @@ def rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-# Functions of a step's output, the expected one and their difference().
+# Each a function of a step's output, the expected one and their difference().
 MEASURES = {
     "max": lambda got, expected, error: error.max().item(),
     "rms": lambda got, expected, error: rms(error),

@@ -26,13 +26,18 @@ from verify.inputs import (
     constant,
     deep_logits,
     end_of_fp16,
+    equal_keys,
     equal_logits_near_1000,
+    first_key_sink,
     graded,
     large_logits,
     large_values,
+    later_keys_larger,
     negative_logits,
     normal,
+    normal_logits,
     one_hot,
+    own_key,
     rising_logits,
     sink,
     staircase,
@@ -205,13 +210,13 @@ CASES = (
     # More heads, and more batches, than 8 bits count.
     Case("heads_258", Shape(1, 258, 86, 1, 3, 8), BF16, causal=True),
     Case("batches_258", Shape(258, 1, 1, 1, 3, 8), BF16, causal=True),
-    # Further apart than 32 bits count: batches, heads, rows, every 16th row of a tile, tiles.
+    # Farther apart than 32 bits can count: batches, heads, rows, every 16th row of a tile, tiles.
     Case("far_batches", Shape(2, 2, 1, 33, 40, 64), BF16, layouts=(far(0),) * 4),
     Case("far_heads", Shape(1, 2, 2, 33, 40, 64), BF16, layouts=(far(1),) * 4),
     Case("far_rows", Shape(1, 1, 1, 2, 2, 64), BF16, layouts=(far(2),) * 4),
     Case("far_16_rows", Shape(1, 1, 1, 17, 17, 64), BF16, layouts=(far(2),) * 4),
     Case("far_tiles", Shape(1, 1, 1, 257, 257, 64), BF16, layouts=(far(2),) * 4),
-    # Rows that lie at no multiple of 16 bytes.
+    # Rows that are not aligned to 16 bytes.
     Case(
         "misaligned_rows",
         Shape(1, 2, 2, 35, 70, 64),
@@ -285,6 +290,13 @@ CASES = (
     Case("graded_huge_values", Shape(1, 7, 7, 40, 300, 64), BF16, inputs=graded(30, 90, 2.0**60)),
     # The maximum of a long row far above, and far behind, all that a part of a block has seen.
     Case("late_maximum", Shape(1, 1, 1, 21, 1100, 64), BF16, inputs=graded(280, 280)),
+    # Ordinary numbers, of which `make bench DIST=1` tells the speed.
+    Case("normal_4", Shape(1, 1, 1, 200, 300, 64), FP16, inputs=normal_logits(4)),
+    Case("normal_16", Shape(1, 1, 1, 200, 300, 64), BF16, inputs=normal_logits(16)),
+    Case("later_keys_larger", Shape(1, 1, 1, 100, 400, 64), FP16, inputs=later_keys_larger),
+    Case("own_key", Shape(1, 2, 1, 200, 300, 64), BF16, causal=True, inputs=own_key),
+    Case("first_key_sink", Shape(1, 1, 1, 60, 300, 64), FP16, inputs=first_key_sink),
+    Case("equal_keys", Shape(1, 1, 1, 60, 300, 64), BF16, inputs=equal_keys),
     Case("deep_logits", Shape(1, 1, 1, 150, 170, 64), BF16, causal=True, inputs=deep_logits),
     Case("one_hot", Shape(1, 2, 2, 175, 340, 64), BF16, inputs=one_hot),
     Case("one_hot_causal", Shape(1, 2, 1, 290, 290, 64), BF16, causal=True, inputs=one_hot),
@@ -313,7 +325,7 @@ CASES = (
     Case("head_dim_136", Shape(1, 1, 1, 135, 150, 136), FP16, causal=True),
     Case("head_dim_256", Shape(1, 3, 3, 145, 170, 256), FP16, causal=True, inputs=sudden_logits),
     Case("head_dim_256_fp32", Shape(1, 1, 1, 145, 170, 256), FP32, causal=True),
-    # Sizes that only a GPU gets through.
+    # Sizes that only a GPU can handle.
     replace(Case.of("headline", HEADLINE), gpu_only=True),
     Case("headline_causal", Shape(2, 16, 4, 4096, 4096, 128), BF16, causal=True, gpu_only=True),
     Case("long_16k", Shape(1, 2, 1, 16384, 16381, 64), BF16, causal=True, gpu_only=True),

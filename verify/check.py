@@ -4,8 +4,8 @@
     python verify/check.py steps/v03 v04 --backend cpu --cases ragged,one_hot
     python verify/check.py verify/mutants/v04_rescale_dropped.patch
 
-Prints one line a case and one a step; exits 1 if a step fails, 2 if it was asked for something that
-does not exist.
+Prints one line per case and one per step; exits 1 if a step fails, 2 if it was asked for something
+that does not exist.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from verify.cases import Case, all_cases, find_cases
 from verify.inputs import Inputs
 
 BACKENDS = ("auto", "gpu", "cpu")
-# Beside the numbers of multiprocessors that the backends have: one block that computes all work
-# tiles, and blocks that compute few, some one less than others.
+# Besides the backends' numbers of multiprocessors: one block that computes all work tiles, and
+# blocks that compute few, some of them one less than others.
 OTHER_MULTIPROCESSORS = (1, 5)
 # step, case, shape (batch x heads/kv_heads x seq_q x seq_k x head_dim), dtype, error/allowance of
 # each measure, verdict
@@ -60,7 +60,7 @@ HEADING = LINE.format(
 
 @dataclass(frozen=True)
 class Runs:
-    """The backends that a step runs a case with, each once and all of one name.
+    """The backends that a step runs a case with, once each; all have one name.
 
     A persistent step, which launches as many blocks as fit the multiprocessors, runs with
     other_grids, too: what it computes must not depend on the number of its blocks.
@@ -71,7 +71,7 @@ class Runs:
 
     @property
     def backend(self) -> Backend:
-        """The one that is asked what it can run."""
+        """The one that decides what can run."""
         return self.always[0]
 
     def of(self, step: Step, spec: Specialization) -> tuple[Backend, ...]:
@@ -90,7 +90,7 @@ class CaseResult:
     case: Case
     measures: tuple[Measure, ...] = ()
     errors: tuple[str, ...] = ()
-    skipped: str | None = None  # why it was not run
+    skipped: str | None = None  # the reason, if it was not run
     refused: bool = False  # as the case allows
     num_runs: int = 0  # that were compared
 
@@ -170,7 +170,7 @@ def make_runs(
 
     On the GPU the same launch twice; on the CPU two seeds, so that the threads run in two different
     orders, and persistent blocks on 2 multiprocessors and on 3. Either way the second result is
-    that of a program's second call: what the first one leaves behind must not change it.
+    that of a program's second call, which must not depend on what the first one leaves behind.
     Raises UsageError where the backend is not available.
     """
     choices: list[Runs] = []
@@ -206,8 +206,8 @@ def can_run(step: Step, cases: Sequence[Case], backend: Backend) -> bool:
 def is_promised(step: Step, spec: Specialization, backend: Backend) -> bool:
     """Whether the step's `limits:` line says that it runs spec on the backend's device.
 
-    The SIMT runtime stands for the architecture that the line names. On a later one a step may lack
-    what only that has: v04 says that it needs more shared memory than some have.
+    The SIMT runtime stands for the architecture that the line names. A later one may lack something
+    that the step needs: v04's line says that it needs more shared memory than some have.
     """
     if step.limits.refusal(spec):
         return False
@@ -333,7 +333,7 @@ def check_steps(
     sanitize: bool = False,
     time_limit_s: int | None = None,
 ) -> bool:
-    """Builds and checks steps, prints a line a case; whether all pass, each in at least one case.
+    """Builds and checks steps, one line per case; whether all pass, each in at least one case.
 
     backend_name is "auto" (the GPU where there is one that can run the step), "gpu" or "cpu";
     case_names None means all cases that the backend has time for; sanitize builds for the CPU with

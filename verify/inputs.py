@@ -1,7 +1,8 @@
 """Inputs of cases: what q, k and v hold, each kind chosen for a mistake it would show.
 
 A function takes the case and a seeded generator, and returns the inputs of the case's operation, in
-float32; every value is exact in bf16 and fp16 where it says so.
+float32; every value is exact in bf16 and fp16 where it says so. Those of DISTRIBUTIONS are what
+`make bench DIST=1` measures, too: they make their tensors on the generator's device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.problem import NORMAL
+
 if TYPE_CHECKING:
     from verify.cases import Case
 
@@ -19,9 +22,11 @@ Inputs = tuple[torch.Tensor, ...]
 
 
 def normal(case: Case, rng: torch.Generator) -> Inputs:
-    return tuple(
-        torch.randn(shape, generator=rng) for shape in (case.shape.q, case.shape.kv, case.shape.kv)
-    )
+    return tuple(_randn(shape, rng) for shape in (case.shape.q, case.shape.kv, case.shape.kv))
+
+
+def _randn(shape: Sequence[int], rng: torch.Generator) -> torch.Tensor:
+    return torch.randn(tuple(shape), generator=rng, device=rng.device)
 
 
 def _rank_one(case: Case, rng: torch.Generator, x: torch.Tensor, y: torch.Tensor) -> Inputs:
@@ -42,7 +47,7 @@ def _powers_of_two(shape: Sequence[int], low: int, high: int, rng: torch.Generat
 
 
 def _signs(shape: Sequence[int], rng: torch.Generator) -> torch.Tensor:
-    return torch.randint(2, tuple(shape), generator=rng) * 2.0 - 1
+    return torch.randint(2, tuple(shape), generator=rng, device=rng.device) * 2.0 - 1
 
 
 def large_logits(case: Case, rng: torch.Generator) -> Inputs:
@@ -67,10 +72,10 @@ def rising_logits(case: Case, rng: torch.Generator) -> Inputs:
 
 
 def sudden_logits(case: Case, rng: torch.Generator) -> Inputs:
-    """Normal, but for a few queries some keys, none of them in a first tile, exceed all before.
+    """Normal, but for a few queries some keys, none in the first tile, exceed all before them.
 
-    Not in every third head of k, counted through the batches, so that a kernel which trusts a row's
-    first tile has some blocks of queries to do again, each for a few of its rows.
+    Every third head of k, counted through the batches, is left alone, so that a kernel that trusts
+    a row's first tile must recompute some blocks of queries, each for a few of its rows.
     """
     q, k, v = normal(case, rng)
     signs = _signs((case.shape.head_dim,), rng)
@@ -208,3 +213,68 @@ def subnormal_values(case: Case, rng: torch.Generator) -> Inputs:
     v *= 2.0**-18
     v.view(-1)[::3] = -0.0
     return q, k, v
+
+
+def normal_logits(std: float) -> Callable[[Case, torch.Generator], Inputs]:
+    """Normally distributed q, k and v; std is the standard deviation of the logits."""
+
+    def inputs(case: Case, rng: torch.Generator) -> Inputs:
+        q, k, v = normal(case, rng)
+        return std / (case.scale * math.sqrt(case.shape.head_dim)) * q, k, v
+
+    return inputs
+
+
+def later_keys_larger(case: Case, rng: torch.Generator) -> Inputs:
+    """Logits of standard deviation 2, and 8 from key 256 on: a row's first tiles foretell little.
+
+    Every row finds its maximum after them.
+    """
+    q, k, v = normal_logits(2)(case, rng)
+    k[:, :, 256:] *= 4
+    return q, k, v
+
+
+def own_key(case: Case, rng: torch.Generator) -> Inputs:
+    """Each query lies near one key, its own, as tokens do that attend to themselves.
+
+    With the same d added to both, q = 2 (g + d) and k = h + d, a query's own logit is about
+    2 sqrt(head_dim) and the others' standard deviation 4. With as many queries as keys the own key
+    of query i is key i; in general it is the last one that a causal mask leaves.
+    """
+    shape = case.shape
+    q, k, v = normal_logits(2)(case, rng)
+    d = _randn(shape.kv, rng)
+    own = (torch.arange(shape.seq_q, device=rng.device) + shape.seq_k - shape.seq_q).clamp(min=0)
+    d_of_q = d[:, :, own].repeat_interleave(shape.heads // shape.kv_heads, dim=1)
+    return q + 2 / (case.scale * math.sqrt(shape.head_dim)) * d_of_q, k + d, v
+
+
+def first_key_sink(case: Case, rng: torch.Generator) -> Inputs:
+    """The first key takes nearly all of every query's weight, as the first token often does.
+
+    Its logit is about 20; those of the others have a standard deviation of 1, so that it leads the
+    largest of some thousand by about 16.
+    """
+    head_dim = case.shape.head_dim
+    signs = _signs((head_dim,), rng)
+    q, k, v = normal(case, rng)
+    q, k = signs + q, k / (case.scale * math.sqrt(2 * head_dim))
+    k[:, :, 0] = 20 / (case.scale * head_dim) * signs
+    return q, k, v
+
+
+def equal_keys(case: Case, rng: torch.Generator) -> Inputs:
+    """All keys of a head are equal: o is the mean of the visible rows of v, whatever the query."""
+    q, k, v = normal(case, rng)
+    return q, k[:, :, :1].expand(case.shape.kv), v
+
+
+# What common.problem.INPUTS names.
+DISTRIBUTIONS: dict[str, Callable[[Case, torch.Generator], Inputs]] = {
+    **{name: normal_logits(std) for name, std in NORMAL.items()},
+    "later_keys_larger": later_keys_larger,
+    "own_key": own_key,
+    "first_key_sink": first_key_sink,
+    "equal_keys": equal_keys,
+}

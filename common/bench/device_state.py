@@ -42,7 +42,7 @@ def _nvml():
 
 
 def device_state() -> dict | str:
-    """Clocks, power, temperature and throttle reasons of this moment, or "not collected"."""
+    """Clocks, power, temperature and throttle reasons at this moment, or "not collected"."""
     if not (found := _nvml()):
         return NOT_COLLECTED
     nvml, handle = found

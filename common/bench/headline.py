@@ -1,10 +1,10 @@
-"""Measures steps and their peers at the headline problem: a record of each, all of one run.
+"""Measures steps and their peers at the headline problem: one record each, all of one run.
 
 A record is a JSON object. Times are in milliseconds, sizes in bytes, errors are the largest
 absolute difference from the float64 oracle. Some keys need a word:
 
-run                 only numbers with the same run were measured together; so a record brings along
-                    the peers and the baseline of its own run
+run                 only numbers of the same run were measured together, so a record includes the
+                    peers and the baseline of its own run
 baseline            the step before; for an experiment, the step that it changes
 peak_memory_bytes   what one call takes beyond q, k and v: o, lse and workspace
 memory              the same over the sequence length
@@ -89,7 +89,7 @@ def measure(candidates: Sequence[Candidate]) -> list[Path]:
 
 
 def _measure_together(operation: Operation, candidates: Sequence[Candidate]) -> list[Path]:
-    """In interleaved rounds with their baselines and the peers.
+    """Measures candidates in interleaved rounds with their baselines and the peers.
 
     A step that this GPU cannot run is named on stderr and left out.
     Raises UsageError where no candidate is left.
@@ -110,7 +110,7 @@ def _measure_together(operation: Operation, candidates: Sequence[Candidate]) -> 
         if isinstance(peer, Peer)
     }
     yardstick = yardstick_of(operation)(*inputs, **case.arguments)
-    # Sources as they are built and loaded by now, not as they may be when the last round is over.
+    # Hash the sources as they were built and loaded: they may change before the last round is over.
     described = [
         {
             **_description(candidate, backend, case),
@@ -159,7 +159,7 @@ def _measure_together(operation: Operation, candidates: Sequence[Candidate]) -> 
 def _measurable(
     candidates: Sequence[Candidate], trials: dict[str, Trial], refusals: dict[str, str]
 ) -> list[Candidate]:
-    """Those that run: a step also without the one before it, an experiment not without its step.
+    """The candidates that run. An experiment also needs its step to run; a step stands alone.
 
     The others are named on stderr. Raises UsageError where none is left.
     """
@@ -233,6 +233,6 @@ def _baseline(baseline: Step | None, outcomes: dict[str, dict]) -> dict | None:
 
 
 def counters_so_far(path: Path, step: Step) -> dict | str:
-    """Those of the record that is about to be replaced, if it is of the same source."""
+    """The counters of the record about to be replaced, if its source is the same."""
     record = read_replaced(path, RECORD)
     return record["counters"] if record and not is_stale(record, step) else NOT_COLLECTED

@@ -41,7 +41,7 @@ from .trial import describe_cell, require_right, try_call
 WITHOUT = ("sdpa_math",)  # several kernels: nobody would choose it for small calls
 ROUNDS = 100
 SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than the host launches a round
-# Calls that the host makes before it waits: fewer than the device's queue has room for.
+# Calls that the host makes before it waits: fewer than the device's launch queue holds.
 BURSTS, CALLS = 10, 20
 
 CELLS = tuple(Case.of(name, problem) for name, problem in LATENCY.items())
@@ -79,7 +79,7 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
     calls |= {name: peer.forward for name, peer in peers.items() if isinstance(peer, Peer)}
     for name, call in calls.items():
         trial = try_call(call, FORWARD, expected.outputs)
-        require_right(name, trial, case, expected)
+        require_right(name, trial.errors, case, expected)
     tensors = (q, k, v, *empty_outputs(FORWARD, (q, k, v)))
     launch = partial(backend.prepare(step, tensors, causal=case.causal), *tensors, case.scale)
     before = device_state()
@@ -102,7 +102,7 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
 def time_host(call: Callable[[], object]) -> list[float]:
     """Microseconds that each of BURSTS x CALLS calls took until it returned.
 
-    The device is waited for between bursts; the first of them, a warm-up, does not count.
+    The host synchronizes with the device between bursts; the first one, a warm-up, does not count.
     """
     times = []
     for _ in range(1 + BURSTS):

@@ -49,7 +49,7 @@ def collect(step: Step) -> dict[str, dict[str, float | None]] | str:
 
 
 def parse(table: list[str]) -> dict[str, dict[str, float | None]]:
-    """From the lines of ncu's raw CSV page: a row of names, one of units, then one a kernel."""
+    """From the lines of ncu's raw CSV page: a row of names, one of units, then one per kernel."""
     names, _, *rows = csv.reader(table)
     kernels = {}
     for row in rows:

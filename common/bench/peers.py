@@ -1,7 +1,8 @@
 """What one would use instead: torch's SDPA pinned to each backend, and FlashAttention-3.
 
-Torch aligns a causal mask with the first key, FlashAttention with the last: it is the same where
-there are as many queries as keys.
+All align a causal mask with the last key. Torch's is_causal aligns it with the first, which is the
+same where there are as many queries as keys; elsewhere torch has causal_lower_right(), which
+FlashAttention takes as it is and any other backend as a matrix.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -62,14 +64,18 @@ def load(
 
 
 def _sdpa(backend: SDPBackend, what: str, q, k, v, causal: bool) -> Peer:
-    # Only where it is needed: a backend may refuse it.
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    # Only what is needed: a backend may refuse it.
+    options = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if causal:
+        seq_q, seq_k = q.shape[2], k.shape[2]
+        mask = None if seq_q == seq_k else causal_lower_right(seq_q, seq_k)
+        options |= {"is_causal": True} if mask is None else {"attn_mask": mask}
 
     def forward() -> torch.Tensor:
         # Entering the context costs host time only, and the timer keeps the host ahead of the
         # device.
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, is_causal=causal, **grouped)
+            return scaled_dot_product_attention(q, k, v, **options)
 
     return Peer(forward, f"torch {torch.__version__}, {what}")
 

@@ -48,7 +48,7 @@ def count_instructions(cubin: Path) -> dict[str, dict[str, int]]:
 
 
 def parse(listing: str) -> dict[str, dict[str, int]]:
-    """From the listing of `nvdisasm -c`: a section a kernel, a line an instruction."""
+    """From the listing of `nvdisasm -c`: one section per kernel, one line per instruction."""
     kernels: dict[str, Counter[str]] = {}
     opcodes: Counter[str] = Counter()
     for line in listing.splitlines():

@@ -41,7 +41,7 @@ from .sass import count_instructions
 def static_record(step: Step) -> dict:
     """The record of a step or an experiment.
 
-    What a missing tool would have told is named on stderr. Raises UsageError where a compiler
+    What is missing for want of a tool is named on stderr. Raises UsageError where a compiler
     refuses the step or where it does not run.
     """
     return {
@@ -104,7 +104,7 @@ def _source(step: Step) -> Path:
 
 
 def _compiled(step: Step) -> dict | str:
-    """Without nvcc what an earlier record of the same source has, or "not collected"."""
+    """Without nvcc: that of an earlier record of the same source, else "not collected"."""
     try:
         nvcc()
     except UsageError as reason:

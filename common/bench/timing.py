@@ -21,15 +21,15 @@ def time_interleaved(
     seed: int = 0,
     sleep_cycles: int = 0,
 ) -> dict[str, list[float]]:
-    """Milliseconds of every call, by candidate, one sample a round.
+    """Milliseconds of every call, by candidate, one sample per round.
 
-    A round runs each candidate once, in an order that is shuffled anew, so that clocks and
-    temperature drift over all of them alike and a ratio between two candidates holds. Before each
-    call, outside its events, a buffer twice the size of the L2 cache is written, so every call
+    A round runs each candidate once, in a newly shuffled order, so that drifting clocks and
+    temperature affect all candidates alike and a ratio between two of them holds. Before each call,
+    outside its events, a buffer twice the size of the L2 cache is written, so that every call
     starts with its inputs in DRAM.
 
-    Calls that the host launches more slowly than the device runs them need sleep_cycles: for so
-    many clocks the device does nothing before each round, while the host launches all of it.
+    Calls that the host launches more slowly than the device runs them need sleep_cycles: before
+    each round the device sleeps for that many clocks while the host launches the whole round.
     """
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
@@ -64,14 +64,14 @@ def time_interleaved(
 
 @dataclass(frozen=True)
 class Rounds:
-    """Samples by candidate, one a round, and the device's state before and after."""
+    """Samples by candidate, one per round, and the device's state before and after."""
 
     samples_ms: dict[str, list[float]]
     environment: dict
 
 
 def time_rounds(candidates: dict[str, Callable[[], object]], **options) -> Rounds:
-    """time_interleaved() with what a record says of the device around it."""
+    """time_interleaved(), with the device's state before and after for the record."""
     before = device_state()
     samples_ms = time_interleaved(candidates, **options)
     return Rounds(samples_ms, {"before": before, "after": device_state()})

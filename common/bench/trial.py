@@ -49,7 +49,7 @@ def try_steps(
     inputs: Inputs,
     oracle: Sequence[torch.Tensor],
 ) -> tuple[dict[str, Trial], dict[str, str]]:
-    """By the steps' names: those that run, and why the others do not."""
+    """The trials of the steps that run, and why the others do not, by the steps' names."""
     trials, refusals = {}, {}
     for step in steps:
         try:
@@ -88,9 +88,9 @@ def peak_memory(call: Callable[[], object]) -> tuple[object, int]:
     return result, torch.cuda.max_memory_allocated() - before
 
 
-def require_right(name: str, trial: Trial, case: Case, expected: Expected) -> None:
+def require_right(name: str, errors: dict[str, float], case: Case, expected: Expected) -> None:
     """Raises UsageError where an output differs from the oracle by more than the case allows."""
-    for output, error in trial.errors.items():
+    for output, error in errors.items():
         allowed = expected.allowances[f"{output} max"]
         if not error <= allowed:  # as for NaN
             raise UsageError(
@@ -106,8 +106,12 @@ def new_run() -> str:
 
 
 def describe_cell(case: Case, environment: dict) -> dict:
-    """The part that the cells of grid.json and latency.json share; each cell is its own run."""
+    """The part that all records of cells share; each cell is its own run.
+
+    seq is the number of queries; seq_k is there where there are not as many keys.
+    """
     shape = case.shape
+    keys = {} if shape.seq_k == shape.seq_q else {"seq_k": shape.seq_k}
     return {
         "name": case.name,
         "run": new_run(),
@@ -116,6 +120,7 @@ def describe_cell(case: Case, environment: dict) -> dict:
         "heads": shape.heads,
         "kv_heads": shape.kv_heads,
         "seq": shape.seq_q,
+        **keys,
         "head_dim": shape.head_dim,
         "causal": case.causal,
     }

@@ -18,8 +18,8 @@ from ..text import markdown
 from .derived import derived, static_derived
 from .record_set import NOT_MEASURED, RecordSet
 
-# A number a kernel, the whole step's under ""; None where this card does not count it. A text says
-# why there are none.
+# One number per kernel, the whole step's under ""; None where this card does not count it. A text
+# says why there are none.
 Numbers = dict[str, float | None] | str
 
 
@@ -35,7 +35,7 @@ def find_two(first: str, second: str) -> tuple[Step, Step]:
 
 
 def source_diff(first: Step, second: Step) -> str:
-    """What makes the second step's file of the first's: a unified diff."""
+    """A unified diff from the first step's file to the second's."""
     sources = [step.path.read_text(encoding="utf-8").splitlines() for step in (first, second)]
     names = [f"{side}/steps/{step.path.name}" for side, step in (("a", first), ("b", second))]
     return "\n".join(difflib.unified_diff(*sources, *names, lineterm=""))
@@ -43,7 +43,7 @@ def source_diff(first: Step, second: Step) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """What the records of two steps say of a metric."""
+    """The values of a metric in the records of two steps."""
 
     metric: str
     old: Numbers
@@ -52,7 +52,7 @@ class Change:
 
 
 def find_changes(record_set: RecordSet, first: Step, second: Step) -> dict[str, list[Change]]:
-    """By group; a group that neither record has is one change from a text to a text."""
+    """By group; one that neither record has is a single change, whose two texts say why."""
     recorded = [record_set.measured.current(step.name) for step in (first, second)]
     static = [record_set.static.current(step.name) for step in (first, second)]
     together = len({record["run"] for record in recorded if isinstance(record, dict)}) <= 1
@@ -68,7 +68,7 @@ def find_changes(record_set: RecordSet, first: Step, second: Step) -> dict[str, 
 
 
 def change_table(record_set: RecordSet, first: Step, second: Step) -> str:
-    """A row a metric: of the first step, of the second, and their quotient or difference."""
+    """One row per metric: its values in both steps, and their quotient or difference."""
     groups = find_changes(record_set, first, second)
     total, *opcodes = groups["instructions"]
     opcodes = [change for change in opcodes if _differs(change)]
@@ -94,7 +94,7 @@ def change_table(record_set: RecordSet, first: Step, second: Step) -> str:
     ]
     return markdown(columns, rows) + (
         f"\n\nTimes and counters are those of profiles/{record_set.folder.name}, resources and "
-        f"instructions those of profiles/{STATIC}: one number a kernel. Instructions are counted "
+        f"instructions those of profiles/{STATIC}: one number per kernel. Instructions are counted "
         "as they stand in the code. Of opcodes and reasons to stall, those that differ are shown."
         + (f" Other opcodes: {', '.join(others)}." if others else "")
     )

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ..metrics import COUNTERS, OPCODES, STALL, STALL_REASONS, smem_bytes, spill_bytes
+from ..metrics import (
+    COUNTERS,
+    OPCODES,
+    STALL,
+    STALL_REASONS,
+    num_conflicts,
+    smem_bytes,
+    spill_bytes,
+)
 from ..operation import operation_of
 from ..record_schema import NUMBER
 
@@ -55,12 +63,12 @@ def top_stalls(values: dict[str, float | None], count: int = 2) -> list[tuple[st
     return sorted(stalls, key=lambda stall: -stall[1])[:count]
 
 
-def grid_ratios(grid: dict, step: str) -> dict[str, float]:
+def peer_ratios(record: dict, step: str) -> dict[str, float]:
     """By cell: the step's rate over the fastest peer's, where both were measured."""
     ratios = {}
-    for cell in grid["cells"]:
+    for cell in record["cells"]:
         rates = {name: rate for name, rate in cell["tflops"].items() if isinstance(rate, NUMBER)}
-        peers = [rate for name, rate in rates.items() if name not in grid["sources"]]
+        peers = [rate for name, rate in rates.items() if name not in record["sources"]]
         if step in rates and peers:
             ratios[cell["name"]] = rates[step] / max(peers)
     return ratios
@@ -76,7 +84,7 @@ def static_derived(record: dict) -> dict:
         for key in BANK_COUNTS:
             total[key] += place[key]
     for total in banks.values():
-        total["conflicts"] = total["wavefronts"] - total["ideal"]
+        total["conflicts"] = num_conflicts(total)
     return {
         "sass": sass
         if isinstance(sass, str)

@@ -1,36 +1,38 @@
 """The expressions behind the inline numbers of worklog.md and README.md.
 
     v04.tflops : .1f                     a number of a record, formatted as by Python's format()
-    v04.tflops / v02.tflops : .1f        quotients and products, from left to right
+    v04.tflops / v02.tflops : .1f        arithmetic: + - * / and parentheses
     v04.fa3_share : .0%                  one of derived.derived
     peers.sdpa_cudnn.time_ms : .3f       of the latest run
     experiments.v04_no_padding.gain : .2f
     grid.d64_causal_4096.v07 : .1f       TFLOP/s of a step or a peer in a cell of the grid
+    distributions.d64_causal_fp16_normal_4.v10           likewise
+    distributions.d64_causal_fp16_normal_4.rescaled      a share of a cell
     v06.sass.attention_forward.HMMA      one of derived.static_derived
     v06.banks.ldmatrix_x4.conflicts
 
 A dotted path walks through the record's JSON and the numbers derived from it; "sass" and "banks"
 lead to the static record of the step or experiment. What has no record, or one whose source has
-changed, reads "not measured"; a quotient of times of different runs "not measured together".
+changed, reads "not measured"; arithmetic on times of different runs "not measured together".
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..problem import GRID
+from ..problem import DISTRIBUTIONS, GRID
+from ..record_schema import SHARES
 from .derived import derived, static_derived
-from .record_set import CHANGED, NOT_MEASURED, RecordSet
+from .record_set import NOT_MEASURED, STALE, RecordSet
 
-_OPERAND = r"[a-z_][\w.]*|\d+(?:\.\d+)?"
-_EXPRESSION = re.compile(
-    rf"\s*(?P<first>{_OPERAND})(?P<rest>(?:\s*[*/]\s*(?:{_OPERAND}))*)"
-    r"\s*(?::\s*(?P<format>\S+)\s*)?"
-)
+_TOKEN = re.compile(r"\s*([a-z_][\w.]*|\d+(?:\.\d+)?|[-+*/()])\s*")
+_PRECEDENCE = ({"+": operator.add, "-": operator.sub}, {"*": operator.mul, "/": operator.truediv})
 _STATIC = {"sass", "banks"}
+_CELLS = {"grid": GRID, "distributions": DISTRIBUTIONS}  # by the record set's attribute
 _TIMES = {"time_ms", "time_p25_ms", "time_p75_ms", "tflops"}
 
 
@@ -44,38 +46,80 @@ class _Value:
     run: str | None = None  # of a time
 
 
+_Tree = str | tuple[Callable[[float, float], float], "_Tree", "_Tree"]
+
+
 def evaluate(expression: str, record_set: RecordSet) -> str:
     """The text of an inline number. Raises UsageError for an expression that means nothing."""
-    match = _EXPRESSION.fullmatch(expression)
-    if not match:
-        raise UsageError(
-            f"'{expression.strip()}' does not read like 'v04.tflops / v02.tflops : .1f'"
-        )
+    arithmetic, _, form = expression.partition(":")
+    form = form.strip()
     try:
-        format(1.0, match["format"] or "")  # before anything is measured, too
+        format(1.0, form)  # before anything is measured, too
     except ValueError as error:
         raise UsageError(f"'{expression.strip()}': {error}") from None
+    tokens = _TOKEN.findall(arithmetic)
     try:
-        value = _operand(match["first"], record_set)
-        for operator, name in re.findall(rf"([*/])\s*({_OPERAND})", match["rest"]):
-            value = _combine(value, operator, _operand(name, record_set))
+        if _TOKEN.sub("", arithmetic):  # something that is no token
+            raise ValueError
+        tree = _parse(tokens)
+        if tokens:
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            f"'{expression.strip()}' does not read like 'v04.tflops / v02.tflops : .1f'"
+        ) from None
+    try:
+        value = _value(tree, record_set)
     except _Unavailable as reason:
         return str(reason)
     try:
-        return format(value.number, match["format"] or "")
+        return format(value.number, form)
     except ValueError as error:
         raise UsageError(f"'{expression.strip()}': {error}") from None
 
 
-def _combine(left: _Value, operator: str, right: _Value) -> _Value:
-    for value in (left, right):
-        if isinstance(value.number, str):
-            raise _Unavailable(value.number)
+def _parse(tokens: list[str], level: int = 0) -> _Tree:
+    """Takes a sum, a product (level 1) or an operand (level 2) from the front of the tokens.
+
+    Raises ValueError where there is none.
+    """
+    if level == len(_PRECEDENCE):
+        return _parse_operand(tokens)
+    tree = _parse(tokens, level + 1)
+    while tokens and tokens[0] in _PRECEDENCE[level]:
+        sign = tokens.pop(0)
+        tree = (_PRECEDENCE[level][sign], tree, _parse(tokens, level + 1))
+    return tree
+
+
+def _parse_operand(tokens: list[str]) -> _Tree:
+    if not tokens:
+        raise ValueError
+    token = tokens.pop(0)
+    if token == "(":
+        tree = _parse(tokens)
+        if not tokens or tokens.pop(0) != ")":
+            raise ValueError
+        return tree
+    if token in "+-*/)":
+        raise ValueError
+    return token
+
+
+def _value(tree: _Tree, record_set: RecordSet) -> _Value:
+    if isinstance(tree, str):
+        return _operand(tree, record_set)
+    combine, *sides = tree
+    left, right = (_value(side, record_set) for side in sides)
+    for side in (left, right):
+        if isinstance(side.number, str):
+            raise _Unavailable(side.number)
     if left.run and right.run and left.run != right.run:
         raise _Unavailable("not measured together")
-    if operator == "/" and right.number == 0:
-        raise _Unavailable("undefined: a division by zero")
-    number = left.number * right.number if operator == "*" else left.number / right.number
+    try:
+        number = combine(left.number, right.number)
+    except ZeroDivisionError:
+        raise _Unavailable("undefined: a division by zero") from None
     return _Value(number, left.run or right.run)
 
 
@@ -83,8 +127,8 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
     if text[0].isdigit():
         return _Value(float(text))
     name, *keys = text.split(".")
-    if name == "grid":
-        return _cell_rate(record_set, keys, text)
+    if name in _CELLS:
+        return _cell_number(record_set, name, keys, text)
     if name == "peers":
         return _walk(record_set.newest, derived, ["peers", *keys], text)
     sources, recorded, derive = record_set.steps, record_set.measured, derived
@@ -95,22 +139,27 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
     if keys and keys[0] in _STATIC:
         recorded, derive = record_set.static, static_derived
     if name in recorded.stale:
-        raise _Unavailable(CHANGED)
+        raise _Unavailable(STALE)
     return _walk(recorded.records.get(name), derive, keys, text)
 
 
-def _cell_rate(record_set: RecordSet, keys: list[str], text: str) -> _Value:
+def _cell_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -> _Value:
+    names = list(_CELLS[kind])
     if len(keys) != 2:
-        raise UsageError(f"'{text}' does not read like 'grid.d128_causal_4096.v07'")
+        raise UsageError(f"'{text}' does not read like '{kind}.{names[0]}.v07'")
     cell_name, name = keys
-    _require(cell_name, list(GRID), text)
-    grid = record_set.grid
-    cells = {cell["name"]: cell for cell in grid.record["cells"]} if grid else {}
-    if grid is None or cell_name not in cells:
+    _require(cell_name, names, text)
+    measured = getattr(record_set, kind)
+    cells = {cell["name"]: cell for cell in measured.record["cells"]} if measured else {}
+    if cell_name not in cells:
         raise _Unavailable(NOT_MEASURED)
     cell = cells[cell_name]
-    if name in grid.stale:
-        raise _Unavailable(CHANGED)
+    if name in measured.stale:
+        raise _Unavailable(STALE)
+    if name in SHARES and name in cell:
+        if cell[name] is None:
+            raise _Unavailable(NOT_MEASURED)
+        return _Value(cell[name])
     if name not in cell["tflops"] and name in [step.name for step in record_set.steps]:
         raise _Unavailable(NOT_MEASURED)
     _require(name, list(cell["tflops"]), text)

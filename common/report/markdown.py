@@ -2,18 +2,22 @@
 
 Generated text stands between HTML comments, which render invisibly:
 
-    <!-- table: results -->…<!-- end -->          or memory, peers, grid, latency, counters,
-                                                  sass, banks, resources v04, experiments v04, and
-                                                  with its letter, results v, those of a ladder
+    <!-- table: results -->…<!-- end -->          or memory, peers, grid, distributions, latency,
+                                                  sass, banks, resources v04, counters v04,
+                                                  experiments v04; with its letter, results v,
+                                                  those of a ladder
+    <!-- table: grid h100 -->…<!-- end -->        any of the first six, of the records in
+                                                  profiles/h100, which need not be there
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
-They show the H200's records and the static ones; in the results table those of any other GPU
-follow.
+They show the H200's records and the static ones unless told. In the results table those of any
+other GPU follow that has no such table of its own in the file.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from ..catalog import require_well_formed
@@ -23,27 +27,17 @@ from ..paths import ROOT
 from ..records import HEADLINE_GPU, STATIC, write_atomically
 from . import diagrams, tables
 from .expressions import evaluate
-from .plots import render_plots, same_plot
-from .record_set import RecordSet, load_record_set
-from .timeline_plot import draw_timeline
+from .plots import render_plots
+from .record_set import NOT_MEASURED, RecordSet, load_record_set
+from .timeline_plot import render_timelines
 
 REQUIRED_TABLES = {
     "README.md": ("results", "grid"),
-    "worklog.md": ("results", "memory", "peers", "counters", "sass", "banks", "grid", "latency"),
+    "worklog.md": ("results", "memory", "peers", "sass", "banks", "grid", "latency"),
 }
-
-TABLES = {
-    "memory": tables.memory,
-    "peers": tables.peers,
-    "grid": tables.grid,
-    "latency": tables.latency,
-    "counters": tables.counters,
-    "sass": tables.sass,
-    "banks": tables.banks,
-}
-STEP_TABLES = {"resources": tables.resources, "experiments": tables.experiments}
 
 _OPENING = r"<!-- (?:table:|=)"
+_FOLDER = re.compile(r"[a-z0-9_]{2,}")  # of a GPU, in profiles/
 _MARKER = re.compile(
     rf"(?P<open><!-- (?:table: (?P<table>[^>]*?)|= (?P<expression>[^>]*?)) -->)"
     rf"(?P<body>(?:(?!{_OPENING}).)*?)<!-- end -->",
@@ -67,7 +61,6 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
     headline, *others = (
         load_record_set(path, root) for path in (profiles_dir / HEADLINE_GPU, *sorted(folders))
     )
-    others = [other for other in others if other.measured.records]
     contents: dict[Path, str] = {}
     errors = []
     for name in REQUIRED_TABLES:
@@ -76,11 +69,9 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
         except UsageError as error:
             errors.append(str(error))
     for one in (headline, *others):
-        for name, svg in render_plots(one).items():
-            contents[one.folder / name] = svg
-        for name, record in one.timelines.records.items():
-            svg = draw_timeline(record, stale=name in one.timelines.stale)
-            contents[one.folder / "timelines" / f"{name}.svg"] = svg
+        contents |= {one.folder / name: svg for name, svg in render_plots(one).items()}
+        timelines = render_timelines(one.timelines)
+        contents |= {one.folder / "timelines" / name: svg for name, svg in timelines.items()}
     contents |= {root / "figures" / name: svg for name, svg in diagrams.figures().items()}
     different = [path for path, content in contents.items() if not _same(path, content)]
     if not check:
@@ -98,12 +89,14 @@ def render(path: Path, record_set: RecordSet, others: list[RecordSet]) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path.name} cannot be read: {error}") from None
 
+    present = {marker["table"] for marker in _MARKER.finditer(text)}
+
     def fill(marker: re.Match) -> str:
         try:
             if marker["table"] is None:
                 body = evaluate(marker["expression"], record_set)
             else:
-                body = f"\n\n{_table(marker['table'], record_set, others)}\n\n"
+                body = f"\n\n{_table(marker['table'], record_set, others, present)}\n\n"
         except UsageError as error:
             raise UsageError(f"{path.name}: marker {marker['open']}: {error}") from None
         return f"{marker['open']}{body}<!-- end -->"
@@ -116,7 +109,6 @@ def render(path: Path, record_set: RecordSet, others: list[RecordSet]) -> str:
         raise UsageError(
             f"{path.name}: marker {opening[0][:60] if opening else ''} has no <!-- end -->"
         )
-    present = {marker["table"] for marker in _MARKER.finditer(text)}
     for table in _required_tables(path.name, record_set):
         if table not in present:
             raise UsageError(f"{path.name}: missing marker <!-- table: {table} --> … <!-- end -->")
@@ -131,18 +123,28 @@ def _required_tables(name: str, record_set: RecordSet) -> list[str]:
     return [*REQUIRED_TABLES[name], *(f"experiments {step}" for step in tried)]
 
 
-def _table(name: str, record_set: RecordSet, others: list[RecordSet]) -> str:
-    kind, _, argument = name.partition(" ")
-    if kind == "results" and (argument or FORWARD.letter) in OPERATIONS:
-        return _results(OPERATIONS[argument or FORWARD.letter], record_set, others)
-    if name in TABLES:
-        return TABLES[name](record_set)
-    if kind in STEP_TABLES and argument in {step.name for step in record_set.steps}:
-        return STEP_TABLES[kind](record_set, argument)
+def _table(
+    name: str, record_set: RecordSet, others: list[RecordSet], present: Collection[str | None]
+) -> str:
+    """others are the record sets of other GPUs, present the names of all tables of the file."""
+    kind, *arguments = name.split() or [""]
+    if kind == "results" and (not arguments or arguments[0] in OPERATIONS):
+        operation = OPERATIONS[arguments[0] if arguments else FORWARD.letter]
+        following = [other for other in others if f"results {other.folder.name}" not in present]
+        return _results(operation, record_set, following)
+    if kind in GPU_TABLES and not arguments:
+        return GPU_TABLES[kind](record_set)
+    if kind in GPU_TABLES and len(arguments) == 1 and _FOLDER.fullmatch(arguments[0]):
+        chosen = [one for one in (record_set, *others) if one.folder.name == arguments[0]]
+        return GPU_TABLES[kind](chosen[0]) if chosen else NOT_MEASURED
+    if kind in STATIC_TABLES and not arguments:
+        return STATIC_TABLES[kind](record_set)
+    if kind in STEP_TABLES and arguments in [[step.name] for step in record_set.steps]:
+        return STEP_TABLES[kind](record_set, *arguments)
     raise UsageError(
-        f"there are the tables results (with a ladder's letter: {', '.join(OPERATIONS)}), "
-        f"{', '.join(TABLES)} and, with the name of a step, "
-        f"{' and '.join(STEP_TABLES)}"
+        f"there are the tables {', '.join(GPU_TABLES)}, each also with the name of a folder of "
+        f"profiles/, results also with a ladder's letter: {', '.join(OPERATIONS)}; "
+        f"{', '.join(STATIC_TABLES)}; with the name of a step, {', '.join(STEP_TABLES)}"
     )
 
 
@@ -155,9 +157,29 @@ def _results(operation: Operation, record_set: RecordSet, others: list[RecordSet
     return "\n\n".join(parts)
 
 
+def _results_of_a_gpu(record_set: RecordSet) -> str:
+    return tables.results(record_set.of(FORWARD)) if record_set.newest else NOT_MEASURED
+
+
+# Of a GPU's records.
+GPU_TABLES = {
+    "results": _results_of_a_gpu,
+    "memory": tables.memory,
+    "peers": tables.peers,
+    "grid": tables.grid,
+    "distributions": tables.distributions,
+    "latency": tables.latency,
+}
+STATIC_TABLES = {"sass": tables.sass, "banks": tables.banks}
+STEP_TABLES = {
+    "resources": tables.resources,
+    "counters": tables.counters,
+    "experiments": tables.experiments,
+}
+
+
 def _same(path: Path, content: str) -> bool:
     try:
-        old = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8") == content
     except (OSError, UnicodeDecodeError):
         return False
-    return same_plot(old, content) if path.suffix == ".svg" else old == content

@@ -1,305 +1,348 @@
-"""The plots of a record set as SVG: the same records and matplotlib give the same bytes."""
+"""The plots of a record set as SVG: the same records give the same bytes."""
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import math
-import re
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Iterable
+from itertools import product
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-
+from ..problem import NORMAL
 from ..record_schema import NUMBER
 from ..text import label
-from .derived import derived
-from .diagrams.svg import INK
-from .record_set import Grid, RecordSet
+from .derived import derived, peer_ratios
+from .diagrams.svg import (
+    ACCENT,
+    EMPTY,
+    INK,
+    MARKS,
+    MUTED,
+    PAGE,
+    RAMP,
+    RED,
+    RULE,
+    SMALL,
+    TITLE,
+    WIDTH,
+    Drawing,
+    files,
+    text_width,
+)
+from .record_set import Cells, RecordSet
+from .rows import latest_steps
 
-RULE = "#d8dee4"  # of the grid behind the data
-STEP_COLOR, PEER_COLOR = "#2f6fb0", "#b6bec8"
-TENSOR_COLOR, FP32_COLOR, EXP_COLOR = "#8250df", "#c4532d", "#2c7a4b"
-LINE_HEIGHT = 1.35  # of a label: a factor, as the roofline's y axis is logarithmic
-PEER_LINES = ((FP32_COLOR, "s"), (EXP_COLOR, "^"), (TENSOR_COLOR, "D"))  # colour and marker
-LABEL_SHARE = 0.06  # of the grid's y axis, the height of a label
+LEFT, RIGHT = 18, WIDTH - 18  # of a plot, in pixels
+ROW = 26
+STRONGEST = RAMP[-1]
+MASKS = ("no mask", "causal mask")
+GRID_ROW, GRID_GAP, PANEL = 20, 8, 250
+PANEL_LEFTS = (196, 514)
 
-STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "attention-worklog",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
+# What the steps are limited by, in the order in which they meet it: shares of a peak by column.
+LIMITS = {
+    "L1 data": "l1_data_percent",
+    "FMA": "fma_percent",
+    "tensor": "tensor_percent",
+    "XU": "xu_percent",
+    "issue": "issue_percent",
 }
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """A device's peaks by its datasheet: dense, without sparsity."""
-
-    dram_tb_per_s: float
-    fp32_tflops: float
-    bf16_tensor_tflops: float
-
-
-# Datasheet of the H200 SXM; its 1979 BF16 TFLOP/s count sparsity.
-CEILINGS = {"h200": Ceilings(dram_tb_per_s=4.8, fp32_tflops=67, bf16_tensor_tflops=989.5)}
-
-# Per SM and clock, on Hopper.
-BF16_TENSOR_FLOP = 4096
-EXPONENTIALS = 16
-
-
-def exponential_tflops(ceilings: Ceilings, head_dim: int) -> float:
-    """The bound by exponentials: each element of S takes one, and 4 head_dim FLOP of products.
-
-    At the clock and with the SMs of the tensor cores' ceiling.
-    """
-    return ceilings.bf16_tensor_tflops * EXPONENTIALS * 4 * head_dim / BF16_TENSOR_FLOP
-
-
-def serial_tflops(ceilings: Ceilings, head_dim: int) -> float:
-    """The bound where products and exponentials never overlap."""
-    return 1 / (1 / ceilings.bf16_tensor_tflops + 1 / exponential_tflops(ceilings, head_dim))
 
 
 def render_plots(record_set: RecordSet) -> dict[str, str]:
     """SVG text by file name; none without a record."""
-    measured, grid = record_set.measured, record_set.grid
-    steps = [[name, measured.label(name), record] for name, record in measured.records.items()]
-    data: dict[str, object] = {"steps.svg": steps, "roofline.svg": steps}
-    if grid:
-        data["grid.svg"] = [sorted(grid.stale), grid.record]
-    return {name: _svg(plot, data[name]) for name, plot in draw_plots(record_set).items()}
+    drawings = {}
+    if record_set.measured.records:
+        drawings["steps"] = _steps(record_set)
+    if limits := _limits(record_set):
+        drawings["limits"] = limits
+    if record_set.grid:
+        drawings["grid"] = _grid(record_set.grid)
+    if record_set.distributions and latest_steps(record_set, record_set.distributions.record):
+        drawings["distributions"] = _distributions(record_set, record_set.distributions)
+    return files(drawings)
 
 
-def same_plot(old: str, new: str) -> bool:
-    """True if two plots agree: byte by byte, or in their data if two matplotlibs drew them."""
-    if _creator(old) == _creator(new):
-        return old == new
-    return _digest(old) == _digest(new)
+def _steps(record_set: RecordSet) -> Drawing:
+    """TFLOP/s as dots on a logarithmic axis, one for each step; the peers as lines."""
+    records = record_set.measured.records
+    newest = record_set.newest
+    assert newest is not None
+    rates = {name: peer["tflops"] for name, peer in newest["peers"].items() if "tflops" in peer}
+    colors = _peer_colors(newest["peers"])
+    # The highest first: its label ends at its line and crosses none of the others, which begin
+    # below.
+    peers = sorted(rates, key=rates.__getitem__, reverse=True)
+
+    everything = [*rates.values(), *(record["tflops"] for record in records.values())]
+    left, top = 196, 52 + 17 * len(peers)
+    bottom = top + ROW * len(records)
+    low = 10 ** math.floor(math.log10(min(everything)))
+    scale = (RIGHT - 40 - left) / math.log10(max(everything) / low)
+
+    def x_of(rate: float) -> float:
+        return round(left + scale * math.log10(rate / low), 1)
+
+    drawing = Drawing(bottom + 44)
+    title = f"{newest['device']}: {_work(newest)}"
+    drawing.text(LEFT, 22, title, TITLE, bold=True)
+    decades = range(round(math.log10(low)), math.ceil(math.log10(max(everything))) + 1)
+    for rate in (digit * 10.0**decade for decade in decades for digit in (1, 2, 5)):
+        if x_of(rate) > RIGHT:
+            break
+        drawing.line(x_of(rate), top, x_of(rate), bottom, RULE)
+        drawing.text(x_of(rate), bottom + 12, f"{rate:g}", SMALL, MUTED, anchor="middle")
+    note = "TFLOP/s, logarithmic: medians of rounds in which each step and each peer ran once"
+    drawing.text(RIGHT, bottom + 30, note, SMALL, MUTED, anchor="end")
+    for level, name in enumerate(peers):
+        x, y = x_of(rates[name]), 52 + 17 * level
+        drawing.line(x, y - 7, x, bottom, colors[name], 1.5)
+        text = f"{name}  {rates[name]:.3g}"
+        drawing.text(x - 6, y, text, SMALL, colors[name], anchor="end", bold=True)
+    for row, (name, record) in enumerate(records.items()):
+        y = top + ROW * (row + 0.5)
+        x = x_of(record["tflops"])
+        idea = record["source"].rpartition("/")[2].removesuffix(".cu").partition("_")[2]
+        _name(drawing, y, record_set.measured.label(name), idea.replace("_", " "))
+        _label(drawing, x - 10, y, f"{record['tflops']:.3g}")
+        drawing.dot(x, y, 6, STRONGEST)
+    return drawing
 
 
-def _creator(svg: str) -> str | None:
-    found = re.search(r"<dc:title>(Matplotlib v[^<]*)", svg)
-    return found[1] if found else None
+def _name(drawing: Drawing, y: float, name: str, what: str = "") -> None:
+    drawing.text(LEFT, y, name, bold=True)
+    drawing.text(LEFT + text_width(name, bold=True) + 8, y, what, color=MUTED)
 
 
-def _digest(svg: str) -> str | None:
-    found = re.search(r"<dc:description>data sha256 ([0-9a-f]{64})<", svg)
-    return found[1] if found else None
+def _label(drawing: Drawing, x: float, y: float, text: str) -> None:
+    """Bold text that ends at x, before what is behind."""
+    width = text_width(text, bold=True)
+    drawing.box(x - width - 2, y - 8, width + 4, 16, PAGE)
+    drawing.text(x, y, text, anchor="end", bold=True)
 
 
-def draw_plots(record_set: RecordSet) -> dict[str, Figure]:
-    """The plots by the file name of their SVG; none without a record."""
-    drawn = {}
-    with matplotlib.rc_context(STYLE):
-        if record_set.measured.records:
-            drawn["steps.svg"] = _bars(record_set)
-            if ceilings := CEILINGS.get(record_set.folder.name):
-                drawn["roofline.svg"] = _roofline(record_set, ceilings)
-        if record_set.grid:
-            drawn["grid.svg"] = _grid(record_set.grid)
-    return drawn
+def _peer_colors(names: Iterable[str]) -> dict[str, str]:
+    """From the last peer on, so that the fastest have the same colors in every plot."""
+    return {name: MARKS[n % len(MARKS)] for n, name in enumerate(reversed([*names]))}
 
 
-def _bars(record_set: RecordSet) -> Figure:
-    """TFLOP/s as bars, one for each step and peer."""
+def _limits(record_set: RecordSet) -> Drawing | None:
+    """A row for each step: how close it comes to each limit, the closest one marked.
+
+    Of a step with several kernels the one that takes longest stands for it. None where nothing was
+    counted.
+    """
     measured = record_set.measured
-    rows = [
-        (measured.label(name), record["tflops"], STEP_COLOR)
+    counted = {
+        name: ncu
         for name, record in measured.records.items()
-    ]
-    rows += [
-        (name, peer["tflops"], PEER_COLOR)
-        for name, peer in sorted(
-            record_set.newest["peers"].items(), key=lambda item: item[1].get("tflops", 0)
-        )
-        if "tflops" in peer
-    ]
-    figure = Figure(figsize=(8, 0.9 + 0.34 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    labels, rates, colors = zip(*rows, strict=True)
-    bars = axes.barh(range(len(rows)), rates, color=colors, height=0.68)
-    axes.bar_label(bars, [f"{rate:.3g}" for rate in rates], padding=4)
-    axes.set_yticks(range(len(rows)), labels)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlim(min(1, min(rates) / 2), 2 * max(rates))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.grid(axis="x", color=RULE)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel("TFLOP/s (log scale), median of interleaved rounds")
-    axes.set_title(f"{record_set.newest['device']}: {_work(record_set)}")
-    return figure
-
-
-def _roofline(record_set: RecordSet, ceilings: Ceilings) -> Figure:
-    """Each step at the fewest bytes its design moves through global memory."""
-    measured = record_set.measured
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    low, high = 1.0, 2e4
-    head_dim = record_set.newest["shape"]["head_dim"]
-    tensor, exponentials = ceilings.bf16_tensor_tflops, exponential_tflops(ceilings, head_dim)
-    roofs = (
-        ("exponentials", exponentials, EXP_COLOR, "-"),
-        ("BF16 tensor cores", tensor, TENSOR_COLOR, "-"),
-        ("products, then exponentials", serial_tflops(ceilings, head_dim), INK, "--"),
-        ("FP32 FMA", ceilings.fp32_tflops, FP32_COLOR, "-"),
-    )
-    for name, peak, color, line in roofs:
-        ridge = peak / ceilings.dram_tb_per_s
-        axes.plot([ridge, high], [peak, peak], line, color=color, linewidth=1.6)
-        text = f"{name}, {peak:.4g} TFLOP/s"
-        axes.text(ridge / 1.2, peak, text, ha="right", va="center", color=color)
-    top = max(tensor, exponentials)
-    diagonal = [low * ceilings.dram_tb_per_s, top]
-    axes.plot([low, top / ceilings.dram_tb_per_s], diagonal, color=INK, linewidth=1.6)
-    x, y = 2 * low, 1.3 * low * ceilings.dram_tb_per_s
-    axes.text(
-        x,
-        y,
-        f"DRAM, {ceilings.dram_tb_per_s:g} TB/s",
-        rotation=math.degrees(math.atan(y / x)),  # in data space; slope 1 in logarithmic axes
-        rotation_mode="anchor",
-        transform_rotates_text=True,
-    )
-    # A label stands left of its point if there is room, else right of it, else lower.
-    lowest: dict[tuple[int, str], float] = {}  # label so far, by place on the x axis and side
-    for name, record in sorted(measured.records.items(), key=lambda item: -item[1]["tflops"]):
-        intensity, rate = derived(record)["flops_per_byte"], record["tflops"]
-        place = round(4 * math.log10(intensity))
-        label_x = {"right": intensity / 1.14, "left": intensity * 1.14}  # by the text's alignment
-        label_y = {
-            side: min(rate, lowest.get((place, side), math.inf) / LINE_HEIGHT) for side in label_x
-        }
-        side = max(label_y, key=label_y.__getitem__)
-        lowest[place, side] = label_y[side]
-        axes.plot(intensity, rate, "o", color=STEP_COLOR, markersize=8, markeredgecolor="white")
-        text = f"{measured.label(name)}  {rate:.3g}"
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # before roofs and grid
-        axes.text(label_x[side], label_y[side], text, ha=side, va="center", bbox=box)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(low, high)
-    axes.set_ylim(min(1, *(record["tflops"] / 2 for record in measured.records.values())), 2 * top)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:g}")
-    axes.grid(color=RULE)
-    axes.set_xlabel("FLOP per byte: inputs and outputs once, workspace written once and read once")
-    axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"{record_set.newest['device']}, datasheet ceilings: {_work(record_set)}")
-    return figure
-
-
-def _grid(grid: Grid) -> Figure:
-    """TFLOP/s over the sequence length, in a panel for each mask and head dimension."""
-    cells = grid.record["cells"]
-    columns = list(dict.fromkeys(_heads(cell) for cell in cells))
-    figure = Figure(figsize=(10, 6.4), layout="constrained")
-    panels = figure.subplots(2, len(columns), sharex=True, sharey=True, squeeze=False)
-    panels[0][0].set_ylim(0, 1.1 * _highest(grid.record))
-    lines: dict[str, Line2D] = {}
-    for row, mask in enumerate(("no mask", "causal mask")):
-        panels[row][0].set_ylabel(f"TFLOP/s, {mask}")
-        for axes, heads in zip(panels[row], columns, strict=True):
-            shown = [cell for cell in cells if (cell["causal"], _heads(cell)) == (bool(row), heads)]
-            lines |= _grid_panel(axes, grid, shown)
-    seqs = sorted({cell["seq"] for cell in cells})
-    for axes, heads in zip(panels[0], columns, strict=True):
-        axes.set_title(heads)
-    for axes in panels[1]:
-        axes.set_xlabel("N")
-    panels[0][0].set_xscale("log", base=2)
-    panels[0][0].set_xlim(seqs[0] / 1.6, 4 * seqs[-1])  # with room for labels
-    panels[0][0].set_xticks(seqs, [str(seq) for seq in seqs])
-    figure.suptitle(
-        f"{grid.record['device']}, {grid.record['dtype']}: steps in blue, medians of interleaved "
-        "rounds",
-        fontsize=11,
-    )
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=len(lines))
-    return figure
-
-
-def _heads(cell: dict) -> str:
-    shared = f", heads {cell['heads']}/{cell['kv_heads']}"
-    return f"head_dim {cell['head_dim']}{shared if cell['heads'] != cell['kv_heads'] else ''}"
-
-
-def _highest(grid: dict) -> float:
-    """The highest of all rates and the ceiling."""
-    rates = [rate for cell in grid["cells"] for rate in cell["tflops"].values()]
-    rates.append(grid["ceiling"]["tflops"])
-    return max(rate for rate in rates if isinstance(rate, NUMBER))
-
-
-def _grid_panel(axes: Axes, grid: Grid, cells: list[dict]) -> dict[str, Line2D]:
-    """Draws cells that differ in seq only; returns the lines that the legend explains, by label."""
-    steps = list(grid.record["sources"])
-    peers = [name for name in grid.record["cells"][0]["tflops"] if name not in steps]
-    styles = {
-        **{step: (STEP_COLOR, "o", 2.4 if step == steps[-1] else 1.2) for step in steps},
-        **{peer: (*style, 1.2) for peer, style in zip(peers, cycle(PEER_LINES))},
+        if isinstance(ncu := derived(record)["ncu"], dict)
     }
-    drawn: dict[str, Line2D] = {}
-    for name, (color, marker, width) in styles.items():
-        points = [
-            (cell["seq"], cell["tflops"][name])
-            for cell in cells
-            if isinstance(cell["tflops"].get(name), NUMBER)
-        ]
-        if points:
-            x, y = zip(*points, strict=True)
-            (drawn[name],) = axes.plot(
-                x, y, color=color, marker=marker, linewidth=width, markersize=4
-            )
-    _label_ends(axes, {name: drawn[name] for name in steps if name in drawn}, grid.stale)
-    ceiling = grid.record["ceiling"]
-    drawn[f"measured ceiling: product of {ceiling['matmul']}"] = axes.axhline(
-        ceiling["tflops"], color=INK, linestyle="--", linewidth=1.2
+    if not counted:
+        return None
+    left, top = 216, 66
+    column = (RIGHT - left) / len(LIMITS)
+    track = column - 46
+    drawing = Drawing(top + ROW * len(measured.records) + 46)
+    title = f"{record_set.newest['device']}: what each step is limited by, % of the peak"
+    drawing.text(LEFT, 22, title, TITLE, bold=True)
+    for n, limit in enumerate(LIMITS):
+        drawing.text(left + n * column, top - 14, limit, bold=True)
+    for row, name in enumerate(measured.records):
+        y = top + ROW * (row + 0.5)
+        if name not in counted:
+            _name(drawing, y, measured.label(name))
+            drawing.text(left, y, "not collected", color=MUTED)
+            continue
+        kernel, values = max(counted[name].items(), key=lambda item: item[1]["duration_ms"] or 0)
+        _name(drawing, y, measured.label(name), kernel * (len(counted[name]) > 1))
+        shares = [values[key] or 0.0 for key in LIMITS.values()]
+        for n, share in enumerate(shares):
+            x = left + n * column
+            closest = share == max(shares)
+            drawing.box(x, y - 8, track, 16, EMPTY)
+            drawing.box(x, y - 8, round(track * share / 100, 1), 16, ACCENT if closest else RAMP[3])
+            text = f"{share:.0f}"
+            drawing.text(x + track + 5, y, text, color=INK if closest else MUTED, bold=closest)
+    y = top + ROW * len(measured.records) + 16
+    for n, note in enumerate(
+        (
+            "Red: the highest of the row. Of a step's several kernels, the one that takes longest.",
+            "L1 data: of all cycles; the others: of those in which the SM is active.",
+        )
+    ):
+        drawing.text(LEFT, y + 17 * n, note, SMALL, MUTED)
+    return drawing
+
+
+def _grid(grid: Cells) -> Drawing:
+    """A row for each shape, a panel for each mask: steps as dots, peers as ticks."""
+    record = grid.record
+    steps = list(record["sources"])
+    cells = sorted(record["cells"], key=lambda cell: cell["head_dim"])
+    peers = [name for name in cells[0]["tflops"] if name not in steps]
+    step_colors = {name: RAMP[max(0, n)] for n, name in enumerate(steps, len(RAMP) - len(steps))}
+    peer_colors = _peer_colors(peers)
+    ratios = peer_ratios(record, steps[-1])
+    highest = max(_rates(cells))
+    ceiling = record["ceiling"]["tflops"]
+
+    shapes = _row_tops(cells)
+    bottom = max(shapes.values()) + GRID_ROW + 4
+    scale = PANEL / max(highest, ceiling)
+    drawing = Drawing(bottom + 34)
+    title = f"{record['device']}, {record['dtype']}: TFLOP/s, medians of interleaved rounds"
+    drawing.text(LEFT, 22, title, TITLE, bold=True)
+    _grid_legend(drawing, 46, grid, step_colors, peer_colors)
+    text = "batch × heads × N"
+    drawing.text(PANEL_LEFTS[0] - 12, 86, text, SMALL, MUTED, anchor="end")
+    for mask, left in enumerate(PANEL_LEFTS):
+        drawing.text(left, 86, MASKS[mask], bold=True)
+        drawing.text(left + PANEL + 50, 86, f"{steps[-1]} / fastest", SMALL, MUTED, anchor="end")
+        for rate in range(0, int(max(highest, ceiling)) + 1, 200):
+            x = round(left + scale * rate, 1)
+            drawing.line(x, 100, x, bottom, RULE)
+            drawing.text(x, bottom + 12, f"{rate}", SMALL, MUTED, anchor="middle")
+        x = round(left + scale * ceiling, 1)
+        drawing.line(x, 100, x, bottom, dashed=True)
+    head_dim = None
+    for shape, top in shapes.items():
+        y = top + GRID_ROW / 2
+        if shape[0] != head_dim:
+            head_dim = shape[0]
+            drawing.text(LEFT, y, f"D {head_dim}", bold=True)
+        drawing.text(PANEL_LEFTS[0] - 12, y, _batch_heads_seq(*shape[1:]), SMALL, anchor="end")
+    for cell in cells:
+        y, left = shapes[_shape(cell)] + GRID_ROW / 2, PANEL_LEFTS[bool(cell["causal"])]
+        rates = {name: rate for name, rate in cell["tflops"].items() if isinstance(rate, NUMBER)}
+        x_of = {name: round(left + scale * rate, 1) for name, rate in rates.items()}
+        for name in peers:
+            if name in x_of:
+                drawing.line(x_of[name], y - 8, x_of[name], y + 8, peer_colors[name], 2.5)
+        for name in steps:
+            if name in x_of:
+                radius = 5.5 if name == steps[-1] else 4
+                drawing.dot(x_of[name], y, radius, step_colors[name])
+        if ratio := ratios.get(cell["name"]):
+            below = ratio < 1
+            text = f"{ratio:.2f} ×"
+            color = RED if below else INK
+            drawing.text(left + PANEL + 50, y, text, SMALL, color, anchor="end", bold=below)
+    return drawing
+
+
+def _row_tops(cells: Iterable[dict]) -> dict[tuple, int]:
+    """Where the row of each shape is, with a gap between head dimensions."""
+    tops: dict[tuple, int] = {}
+    top, head_dim = 100, None
+    for cell in cells:
+        shape = _shape(cell)
+        if shape not in tops:
+            top += GRID_GAP * (head_dim != cell["head_dim"])
+            head_dim = cell["head_dim"]
+            tops[shape] = top
+            top += GRID_ROW
+    return tops
+
+
+def _grid_legend(
+    drawing: Drawing,
+    y: float,
+    grid: Cells,
+    step_colors: dict[str, str],
+    peer_colors: dict[str, str],
+) -> None:
+    x: float = LEFT + 4
+    for name in grid.record["sources"]:
+        drawing.dot(x, y, 5, step_colors[name])
+        text = label(name, stale=name in grid.stale)
+        drawing.text(x + 9, y, text, SMALL)
+        x += text_width(text, SMALL) + 26
+    x, y = LEFT + 4, y + 20
+    for name, color in peer_colors.items():
+        drawing.line(x, y - 7, x, y + 7, color, 2.5)
+        drawing.text(x + 7, y, name, SMALL, color)
+        x += text_width(name, SMALL) + 26
+    drawing.line(x, y - 7, x, y + 7, dashed=True)
+    text = f"measured ceiling: product of {grid.record['ceiling']['matmul']}"
+    drawing.text(x + 7, y, text, SMALL)
+
+
+def _batch_heads_seq(batch: int, heads: int, kv_heads: int, seq: int, seq_k: int) -> str:
+    shared = heads if heads == kv_heads else f"{heads}/{kv_heads}"
+    return f"{batch} × {shared} × {seq if seq == seq_k else f'{seq} on {seq_k}'}"
+
+
+def _distributions(record_set: RecordSet, measured: Cells) -> Drawing:
+    """The last two steps over the fastest peer, in a panel for each dtype and head dimension.
+
+    A row for each kind of inputs: with a line through those that differ in the logits' deviation.
+    """
+    record = measured.record
+    cells = record["cells"]
+    dtypes, head_dims, inputs = (
+        list(dict.fromkeys(cell[key] for cell in cells)) for key in ("dtype", "head_dim", "inputs")
     )
-    axes.grid(color=RULE)
-    return {name: line for name, line in drawn.items() if name not in steps}
+    steps = dict(zip(latest_steps(record_set, record), (STRONGEST, MARKS[0]), strict=False))
+    ratios = {name: peer_ratios(record, name) for name in steps}
+    highest = max((ratio for found in ratios.values() for ratio in found.values()), default=1.0)
+    left, gap = 158, 26
+    width = (RIGHT - left + gap) / len(head_dims) - gap
+    scale = width / (math.ceil(highest * 4) / 4)
+    block = GRID_ROW * len(inputs) + 66
+
+    drawing = Drawing(62 + block * len(dtypes))
+    title = f"{record['device']}, N = {cells[0]['seq']}: rate over the fastest peer's"
+    drawing.text(LEFT, 22, title, TITLE, bold=True)
+    x: float = LEFT + 4
+    for name, color in steps.items():
+        for causal in (False, True):
+            drawing.dot(x, 46, 4.5, PAGE if causal else color, color)
+            text = f"{label(name, stale=name in measured.stale)}, {MASKS[causal]}"
+            drawing.text(x + 9, 46, text, SMALL)
+            x += text_width(text, SMALL) + 30
+    for n, dtype in enumerate(dtypes):
+        top = 96 + block * n
+        bottom = top + GRID_ROW * len(inputs)
+        tops = {name: top + GRID_ROW * (row + 0.5) for row, name in enumerate(inputs)}
+        drawing.text(LEFT, top - 14, dtype, bold=True)
+        for name, y in tops.items():
+            text = f"logits of std {NORMAL[name]}" if name in NORMAL else name.replace("_", " ")
+            drawing.text(left - 12, y, text, SMALL, anchor="end")
+        for column, head_dim in enumerate(head_dims):
+            at = left + column * (width + gap)
+            drawing.text(at, top - 14, f"D {head_dim}", bold=True)
+            for tick in range(int(width / scale * 2) + 1):
+                x = round(at + scale * tick / 2, 1)
+                color = INK if tick == 2 else RULE
+                drawing.line(x, top, x, bottom, color, dashed=tick == 2)
+                drawing.text(x, bottom + 12, f"{tick / 2:g}", SMALL, MUTED, anchor="middle")
+            shown = [
+                cell for cell in cells if (cell["dtype"], cell["head_dim"]) == (dtype, head_dim)
+            ]
+            for (name, color), causal in product(reversed(steps.items()), (True, False)):
+                points = {
+                    cell["inputs"]: (round(at + scale * ratio, 1), tops[cell["inputs"]])
+                    for cell in shown
+                    if cell["causal"] == causal and (ratio := ratios[name].get(cell["name"]))
+                }
+                drawing.curve([points[key] for key in NORMAL if key in points], color, 1.5)
+                for point in points.values():
+                    drawing.dot(*point, 4, PAGE if causal else color, color)
+    return drawing
 
 
-def _label_ends(axes: Axes, lines: dict[str, Line2D], stale: frozenset[str]) -> None:
-    """Labels each line at its right end, or lower where another label is."""
-    ends = {name: (line.get_xdata()[-1], line.get_ydata()[-1]) for name, line in lines.items()}
-    height = axes.get_ylim()[1] * LABEL_SHARE
-    lowest = math.inf
-    for name, (x, y) in sorted(ends.items(), key=lambda end: -end[1][1]):
-        lowest = min(y, lowest - height)
-        text = label(name, stale=name in stale)
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # before the ceiling
-        axes.text(1.2 * x, lowest, text, color=STEP_COLOR, fontsize=8, va="center", bbox=box)
+def _shape(cell: dict) -> tuple:
+    keys = ("head_dim", "batch", "heads", "kv_heads", "seq")
+    return *(cell[key] for key in keys), cell.get("seq_k", cell["seq"])
 
 
-def _work(record_set: RecordSet) -> str:
-    shape = record_set.newest["shape"]
+def _rates(cells: Iterable[dict]) -> list[float]:
+    rates = [rate for cell in cells for rate in cell["tflops"].values()]
+    return [rate for rate in rates if isinstance(rate, NUMBER)]
+
+
+def _work(record: dict) -> str:
+    shape = record["shape"]
     return (
         f"batch {shape['batch']}, heads {shape['heads']}, N = {shape['seq_q']}, "
         f"D = {shape['head_dim']}, {shape['dtype']}"
     )
-
-
-def _svg(figure: Figure, data: object) -> str:
-    digest = hashlib.sha256(json.dumps(data).encode()).hexdigest()
-    buffer = io.StringIO()
-    with matplotlib.rc_context(STYLE):
-        metadata = {"Date": None, "Description": f"data sha256 {digest}"}
-        FigureCanvasSVG(figure).print_svg(buffer, metadata=metadata)
-    return buffer.getvalue()

@@ -11,14 +11,19 @@ from ..errors import UsageError
 from ..operation import Operation
 from ..patch import Patch, read_patch
 from ..record_schema import (
+    DISTRIBUTIONS_RECORD,
     EXPERIMENT_RECORD,
     GRID_RECORD,
     LATENCY_RECORD,
     RECORD,
+    SHARES,
     STATIC_RECORD,
     TIMELINE_RECORD,
+    Form,
 )
 from ..records import (
+    DISTRIBUTIONS_FILE,
+    DISTRIBUTIONS_PREVIOUS_FILE,
     GRID_FILE,
     GRID_PREVIOUS_FILE,
     LATENCY_FILE,
@@ -32,8 +37,7 @@ from ..step import Step, read_step
 from ..text import label
 
 NOT_MEASURED = "not measured"
-CHANGED = f"{NOT_MEASURED} since the source changed"
-STALE = "stale"  # the same, where a table has little room
+STALE = "stale"  # measured, but the source has changed since
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The record of the grid of shapes, that of the run before, and the steps changed since."""
+class Cells:
+    """A record of many cells, that of the run before, and the steps changed since."""
 
     record: dict
     previous: dict | None  # of the same sources
@@ -79,7 +83,8 @@ class RecordSet:
     experiments: Recorded
     static: Recorded  # steps and experiments, in the order of the worklog
     timelines: Recorded
-    grid: Grid | None
+    grid: Cells | None  # of shapes
+    distributions: Cells | None  # of the inputs
     latency: Latency | None
 
     def of(self, operation: Operation) -> RecordSet:
@@ -127,7 +132,10 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
             read_records(folder / "timelines", TIMELINE_RECORD),
             _patches(root / "common" / "bench" / "timelines"),
         ),
-        grid=_load_grid(folder, steps),
+        grid=_load_cells(folder / GRID_FILE, folder / GRID_PREVIOUS_FILE, GRID_RECORD, steps),
+        distributions=_load_distributions(
+            folder, steps, _patches(root / "common" / "bench" / "repairs")
+        ),
         latency=_load_latency(folder, steps),
     )
 
@@ -142,14 +150,27 @@ def _recorded(records: dict[str, dict], sources: Sequence[Step | Patch]) -> Reco
     return Recorded(kept, _stale(kept, sources))
 
 
-def _load_grid(folder: Path, steps: Sequence[Step]) -> Grid | None:
-    record = read_record(folder / GRID_FILE, GRID_RECORD)
-    previous = read_record(folder / GRID_PREVIOUS_FILE, GRID_RECORD)
+def _load_cells(path: Path, previous_path: Path, form: Form, steps: Sequence[Step]) -> Cells | None:
+    record, previous = read_record(path, form), read_record(previous_path, form)
     if not record:
         return None
     if previous and previous["sources"] != record["sources"]:
         previous = None
-    return Grid(record, previous, _stale(record["sources"], steps))
+    return Cells(record, previous, _stale(record["sources"], steps))
+
+
+def _load_distributions(
+    folder: Path, steps: Sequence[Step], patches: Sequence[Patch]
+) -> Cells | None:
+    """Without the shares where they are those of another patch than there is now."""
+    path, previous = folder / DISTRIBUTIONS_FILE, folder / DISTRIBUTIONS_PREVIOUS_FILE
+    loaded = _load_cells(path, previous, DISTRIBUTIONS_RECORD, steps)
+    if loaded and (repairs := loaded.record["repairs"]):
+        of_now = _recorded({repairs["step"]: repairs}, patches)
+        if repairs["step"] in of_now.stale or not of_now.records:
+            for cell in loaded.record["cells"]:
+                cell |= dict.fromkeys(SHARES)
+    return loaded
 
 
 def _load_latency(folder: Path, steps: Sequence[Step]) -> Latency | None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from ..metrics import smem_bytes, spill_bytes
+from ..metrics import num_conflicts, smem_bytes, spill_bytes
 from ..operation import operation_of
-from ..record_schema import NUMBER
-from .derived import FA3, derived, grid_ratios, readable, static_derived, top_stalls
-from .record_set import CHANGED, NOT_MEASURED, STALE, RecordSet
+from ..record_schema import NUMBER, SHARES
+from .derived import FA3, derived, peer_ratios, readable, static_derived, top_stalls
+from .record_set import NOT_MEASURED, STALE, RecordSet
 
 Row = dict[str, Any]
 
@@ -20,7 +20,7 @@ GROWS = 3  # memory that more than triples when the sequence doubles holds all s
 
 
 def steps(record_set: RecordSet) -> list[Row]:
-    """A row a step."""
+    """One row per step."""
     rows = []
     for step in record_set.steps:
         row = {
@@ -52,7 +52,7 @@ def steps(record_set: RecordSet) -> list[Row]:
 
 
 def peers(record_set: RecordSet) -> list[Row]:
-    """A row a peer of the latest run."""
+    """One row per peer of the latest run."""
     if record_set.newest is None:
         return []
     measured = record_set.newest["peers"]
@@ -77,7 +77,7 @@ def peers(record_set: RecordSet) -> list[Row]:
 
 
 def memory(record_set: RecordSet) -> list[Row]:
-    """A row a sequence length: the peak memory of some steps, and the last's saving over the first.
+    """One row per sequence length: the peak memory of some steps, the last's saving over the first.
 
     The steps are those that hold all scores, then the latest that does not; None does not fit.
     """
@@ -105,7 +105,7 @@ def _holds_scores(curve: dict[int, int | None]) -> bool:
 
 
 def grid(record_set: RecordSet) -> list[Row]:
-    """A row a shape: the rates of steps and peers, None where missing.
+    """One row per shape: the rates of steps and peers, None where missing.
 
     ratio is the last step's rate over the fastest peer's.
     """
@@ -118,16 +118,53 @@ def grid(record_set: RecordSet) -> list[Row]:
     names = measured + [
         name for name in record["cells"][0]["tflops"] if name not in record["sources"]
     ]
-    ratios = grid_ratios(record, measured[-1])
+    ratios = peer_ratios(record, measured[-1])
     keys = ("name", "head_dim", "causal", "batch", "heads", "kv_heads", "seq")
     return [
         {
             **{key: cell[key] for key in keys},
+            "seq_k": cell.get("seq_k", cell["seq"]),
             "tflops": {name: _number(cell["tflops"].get(name)) for name in names},
             "ratio": ratios.get(cell["name"]),
         }
         for cell in record["cells"]
     ]
+
+
+def distributions(record_set: RecordSet) -> list[Row]:
+    """A row for each kind of inputs, dtype and mask; by_head_dim has what a cell says.
+
+    ratio and before are the rates of the last step and of the one before it over the fastest
+    peer's, rescaled and redone shares of the work tiles; each is None where it is missing.
+    """
+    if record_set.distributions is None:
+        return []
+    record = record_set.distributions.record
+    steps = latest_steps(record_set, record)
+    if not steps:
+        return []
+    ratios = peer_ratios(record, steps[0])
+    before = peer_ratios(record, steps[1]) if len(steps) == 2 else {}
+    keys = ("inputs", "dtype", "causal")
+    by_row: dict[tuple, Row] = {}
+    for cell in record["cells"]:
+        values = tuple(cell[key] for key in keys)
+        row = by_row.setdefault(values, {**dict(zip(keys, values, strict=True)), "by_head_dim": {}})
+        row["by_head_dim"][str(cell["head_dim"])] = {
+            "ratio": ratios.get(cell["name"]),
+            "before": before.get(cell["name"]),
+            **{share: cell[share] for share in SHARES},
+        }
+    order = list(dict.fromkeys(cell["inputs"] for cell in record["cells"]))
+    return sorted(
+        by_row.values(), key=lambda row: (order.index(row["inputs"]), row["dtype"], row["causal"])
+    )
+
+
+def latest_steps(record_set: RecordSet, record: dict) -> list[str]:
+    """The last step of the ladder in a record of cells, then the one before it, if any."""
+    measured = [step.name for step in record_set.steps if step.name in record["sources"]]
+    return measured[:-3:-1]
 
 
 def _number(value: object) -> float | None:
@@ -161,31 +198,51 @@ def latency(record_set: RecordSet) -> list[Row]:
 
 
 def resources(record_set: RecordSet, step: str) -> list[Row]:
-    """A row a kernel of the step: what the compiler gave it."""
+    """One row per kernel of the step: what the compiler gave it."""
     record = record_set.measured.current(step)
     if isinstance(record, str):
-        return []
+        return [{"status": record}]
     return [{"kernel": name, **kernel} for name, kernel in record["resources"].items()]
 
 
-def counters(record_set: RecordSet) -> list[Row]:
-    """A row a kernel of each step: what Nsight Compute counted, or None."""
-    rows = []
-    for step, record in record_set.measured.records.items():
-        collected = record["counters"]
-        if isinstance(collected, str) or step in record_set.measured.stale:
-            status = collected if isinstance(collected, str) else STALE
-            rows.append({"step": step, "status": status})
-            continue
-        rows += [
-            {"step": step, "kernel": kernel, **numbers, "stalls": top_stalls(collected[kernel])}
-            for kernel, numbers in readable(collected).items()
-        ]
-    return rows
+def counters(record_set: RecordSet, step: str) -> list[Row]:
+    """One row per kernel of the step, after that of the same kernel in the step before.
+
+    What Nsight Compute counted, or None.
+    """
+    names = [each.name for each in record_set.of(operation_of(step)).steps]
+    place = names.index(step)
+    kernels = _counters(record_set, step)
+    if isinstance(kernels, str):
+        return [{"step": step, "status": kernels}]
+    before = _counters(record_set, names[place - 1]) if place else {}
+    found = []
+    for kernel, row in kernels.items():
+        if not isinstance(before, str) and kernel in before:
+            found.append(before[kernel])
+        found.append(row)
+    return found
+
+
+def _counters(record_set: RecordSet, step: str) -> dict[str, Row] | str:
+    """One row per kernel, or why there is none."""
+    record = record_set.measured.current(step)
+    collected = record if isinstance(record, str) else record["counters"]
+    if isinstance(collected, str):
+        return collected
+    return {
+        kernel: {
+            "step": step,
+            "kernel": kernel,
+            **numbers,
+            "stalls": top_stalls(collected[kernel]),
+        }
+        for kernel, numbers in readable(collected).items()
+    }
 
 
 def sass(record_set: RecordSet) -> list[Row]:
-    """A row a kernel of each step: what the compiler gave it, and instructions in its code.
+    """One row per kernel of each step: what the compiler gave it, and instructions in its code.
 
     instructions counts each opcode, or says why they are not counted.
     """
@@ -216,7 +273,7 @@ def sass(record_set: RecordSet) -> list[Row]:
 
 
 def banks(record_set: RecordSet) -> list[Row]:
-    """A row a place where a step or an experiment accesses shared memory."""
+    """One row per place where a step or an experiment accesses shared memory."""
     rows = []
     for name, record in record_set.static.records.items():
         if name in record_set.static.stale:
@@ -231,7 +288,7 @@ def banks(record_set: RecordSet) -> list[Row]:
                 if operations.count(place["operation"]) > 1
                 else place["operation"],
                 **{key: place[key] for key in ("accesses", "ideal", "wavefronts")},
-                "conflicts": place["wavefronts"] - place["ideal"],
+                "conflicts": num_conflicts(place),
             }
             for place in record["banks"]
         ]
@@ -239,7 +296,7 @@ def banks(record_set: RecordSet) -> list[Row]:
 
 
 def experiments(record_set: RecordSet, step: str) -> list[Row]:
-    """A row an experiment on the step: tried, predicted, measured against it in the same run."""
+    """One row per experiment on the step: tried, predicted, measured against it in the same run."""
     rows = []
     for patch in record_set.patches:
         if patch.step.name != step:
@@ -252,8 +309,7 @@ def experiments(record_set: RecordSet, step: str) -> list[Row]:
         }
         record = record_set.experiments.current(patch.name)
         if isinstance(record, str):
-            status = CHANGED if patch.name in record_set.experiments.stale else NOT_MEASURED
-            rows.append({**row, "status": status})
+            rows.append({**row, "status": record})
             continue
         numbers = derived(record)
         rows.append(

@@ -7,18 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..metrics import OPCODES
+from ..record_schema import SHARES
 from ..text import kib, label, markdown, megabytes
 from . import rows
-from .derived import grid_ratios
-from .record_set import CHANGED, NOT_MEASURED, RecordSet
-from .rows import Row
+from .derived import peer_ratios
+from .record_set import NOT_MEASURED, STALE, Cells, RecordSet
+from .rows import Row, latest_steps
 
 Cell = Callable[[Row], str]  # the text of one column in a row
 Show = Callable[[Any], str]  # the text of one value
 
+INPUTS = "q, k and v normally distributed with variance 1 (logits of standard deviation 1)"
+
 
 def results(record_set: RecordSet) -> str:
-    """A row a step, then a row a peer, and below what they ran on."""
+    """One row per step, then one per peer, and below what they ran on."""
     columns = {
         "Version": _linked,
         "Change": _first(_value("title"), _value("route"), _value("missing", lambda _: "missing")),
@@ -44,9 +47,9 @@ def _conditions(record_set: RecordSet) -> str:
     text = (
         f"{record['device']}; batch {shape['batch']}, heads {shape['heads']}, "
         f"sequence {shape['seq_q']}, head_dim {shape['head_dim']}, {shape['dtype']}, not causal; "
-        f"median of {len(record['samples_ms'])} interleaved rounds, L2 flushed before each call. "
-        f"{_device_states([environment['before'], environment['after']])} "
-        "Registers and shared memory: one number a kernel. "
+        f"{INPUTS}; median of {len(record['samples_ms'])} interleaved rounds, L2 flushed before "
+        f"each call. {_device_states([environment['before'], environment['after']])} "
+        "Registers and shared memory: one number per kernel. "
         "Peak memory: what one call takes beyond q, k and v. Max error: against float64; "
         f"torch in {shape['dtype']} has {record['torch_errors']['o']:.1e}. "
         "Step gain: against the step before, same run."
@@ -79,7 +82,7 @@ def memory(record_set: RecordSet) -> str:
     """Peak memory of each step that holds all scores, and of the latest that does not, over N."""
     found = rows.memory(record_set)
     if not found:
-        return NOT_MEASURED
+        return STALE if record_set.measured.stale else NOT_MEASURED
     names = list(found[0]["bytes"])
     columns = {
         ">N": _value("seq"),
@@ -116,42 +119,115 @@ def peers(record_set: RecordSet) -> str:
 
 
 def grid(record_set: RecordSet) -> str:
-    """A row a shape: the rates, and the last step's over that of the fastest peer."""
+    """One row per shape: the rates, and the last step's over that of the fastest peer."""
     found = rows.grid(record_set)
     if not found:
         return NOT_MEASURED
     measured = record_set.grid
     assert measured is not None
     record = measured.record
-    cells = record["cells"]
     labels = {name: label(name, stale=name in measured.stale) for name in found[0]["tflops"]}
     last = [name for name in labels if name in record["sources"]][-1]
     columns = {
+        "Cell": _value("name"),
         ">head_dim": _value("head_dim"),
         "Mask": _mask,
-        "Batch × heads × N": lambda row: f"{row['batch']} × {_heads(row)} × {row['seq']}",
+        "Batch × heads": lambda row: f"{row['batch']} × {_heads(row)}",
+        ">Queries": _value("seq"),
+        ">Keys": _value("seq_k"),
         **{
             f">{title}": _of("tflops", name, "{:.4g}".format, none="missing")
             for name, title in labels.items()
         },
         f">{labels[last]} / fastest peer": _value("ratio", _bold_from_one),
     }
-    environments = [cell["environment"] for cell in cells]
-    states = [environments[0]["before"], *(environment["after"] for environment in environments)]
+    return _table(columns, found) + (
+        f"\n\n{labels[last]} over the fastest peer: {_summary(peer_ratios(record, last))}. "
+        f"TFLOP/s on the {record['device']} in {record['dtype']}; {INPUTS}; "
+        "where the mask is causal, the operations of visible keys are counted: half of them where "
+        "there are as many queries as keys. "
+        f"{_how_measured(measured, last)}"
+    )
+
+
+def distributions(record_set: RecordSet) -> str:
+    """A row for each kind of inputs, dtype and mask: the last two steps over the fastest peer."""
+    found = rows.distributions(record_set)
+    if not found:
+        return NOT_MEASURED
+    measured = record_set.distributions
+    assert measured is not None
+    record = measured.record
+    last, *before = latest_steps(record_set, record)
+    names = " ".join(
+        f"({name})" if name in before else name
+        for name in (label(name, stale=name in measured.stale) for name in (last, *before))
+    )
+    shares_known = any(cell[share] is not None for cell in record["cells"] for share in SHARES)
+    columns = {"Inputs": _value("inputs", _code), "dtype": _value("dtype"), "Mask": _mask}
+    for head_dim in dict.fromkeys(str(cell["head_dim"]) for cell in record["cells"]):
+        columns[f">D {head_dim}: {names}"] = _ratios(head_dim)
+        if shares_known:
+            columns[f">D {head_dim}: rescaled, redone"] = _shares(head_dim)
+    shape = record["cells"][0]
+    shares = (
+        "Rescaled and redone: the shares of the work tiles in which a row's shift was raised, and "
+        f"in which some tile of S was computed again, counted in {record['repairs']['step']}. "
+        if shares_known
+        else "How many work tiles were rescaled or done again: not measured. "
+    )
+    return _table(columns, found) + (
+        f"\n\n{label(last, stale=last in measured.stale)} over the fastest peer: "
+        f"{_summary(peer_ratios(record, last))}. {record['device']}; batch {shape['batch']}, "
+        f"N {shape['seq']}, {shape['heads'] * shape['head_dim']} / D heads. {shares}"
+        "normal_s: normally distributed inputs, where s is the standard deviation of the logits; "
+        "later_keys_larger: it is 2, and 8 from key 256 on; own_key: each query lies near a key of "
+        "its own; first_key_sink: the first key takes nearly all weight; equal_keys: all keys are "
+        f"the same ([inputs.py](verify/inputs.py)). {_how_measured(measured, last)}"
+    )
+
+
+def _ratios(head_dim: str) -> Cell:
+    def cell(row: Row) -> str:
+        found = row["by_head_dim"].get(head_dim)
+        if found is None:
+            return ""
+        ratio = "missing" if found["ratio"] is None else _bold_from_one(found["ratio"])
+        return ratio if found["before"] is None else f"{ratio} ({found['before']:.3f})"
+
+    return cell
+
+
+def _shares(head_dim: str) -> Cell:
+    def cell(row: Row) -> str:
+        found = row["by_head_dim"].get(head_dim, {})
+        return ", ".join(_percent(found[share]) for share in SHARES if found.get(share) is not None)
+
+    return cell
+
+
+def _percent(share: float) -> str:
+    """0 % only for none, and 100 % only for all."""
+    if 0 < share < 0.01:
+        return "< 1 %"
+    return "> 99 %" if 0.99 < share < 1 else f"{share:.0%}".replace("%", " %")
+
+
+def _how_measured(measured: Cells, step: str) -> str:
+    """The end of the caption of a table of cells."""
+    cells = measured.record["cells"]
+    states = [cells[0]["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
     rounds = {len(samples) for cell in cells for samples in cell["samples_ms"].values()}
     least, most = min(rounds), max(rounds)
     text = (
-        f"\n\n{labels[last]} over the fastest peer: {_summary(grid_ratios(record, last))}. "
-        f"TFLOP/s on the {record['device']} in {record['dtype']}; where the mask is causal, half "
-        "of the operations are counted. "
-        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds a row, L2 "
-        "flushed before each call. In bold: no slower than the fastest peer. "
+        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds per cell, "
+        "L2 flushed before each call. In bold: no slower than the fastest peer. "
         f"{_device_states(states)}"
     )
     if measured.previous:
-        before = _summary(grid_ratios(measured.previous, last))
+        before = _summary(peer_ratios(measured.previous, step))
         text += f" In the run before, of the same sources: {before}."
-    return _table(columns, found) + text
+    return text
 
 
 def _heads(row: Row) -> str:
@@ -168,17 +244,18 @@ def _summary(ratios: dict[str, float]) -> str:
     if not ratios:
         return NOT_MEASURED
     smallest = min(ratios, key=ratios.__getitem__)
+    mean = statistics.geometric_mean(ratios.values())
     return (
-        f"geometric mean of {len(ratios)} rows {statistics.geometric_mean(ratios.values()):.3f} ×, "
+        f"geometric mean of {len(ratios)} cells {mean:.3f} ×, "
         f"smallest {ratios[smallest]:.3f} × ({smallest})"
     )
 
 
 def latency(record_set: RecordSet) -> str:
-    """A row a shape: what a call takes of the device and of the host, by step and peer."""
+    """One row per shape: what a call takes of the device and of the host, by step and peer."""
     found = rows.latency(record_set)
     if not found:
-        return CHANGED if record_set.latency else NOT_MEASURED
+        return STALE if record_set.latency else NOT_MEASURED
     assert record_set.latency is not None
     record = record_set.latency.record
     cells = record["cells"]
@@ -199,7 +276,8 @@ def latency(record_set: RecordSet) -> str:
     return _table(columns, found) + (
         f"\n\nMicroseconds on the {record['device']}: of the device / of the host. Batch "
         f"{first['batch']}, heads {first['heads']}, head_dim {first['head_dim']}, "
-        f"{record['dtype']}. The device: events around the call, of {step} around its launch, "
+        f"{record['dtype']}; {INPUTS}. "
+        f"The device: events around the call, of {step} around its launch, "
         f"median of {_samples(first['device_us'])} interleaved rounds, L2 flushed before each. "
         "The host: until the call returns, while the device still computes, median of "
         f"{_samples(first['host_us'])} calls; for {step} of attention(), for the sdpa with the "
@@ -212,7 +290,10 @@ def _samples(by_name: dict[str, list[float]]) -> int:
 
 
 def resources(record_set: RecordSet, step: str) -> str:
-    """A row a kernel of the step: what the compiler gave it."""
+    """One row per kernel of the step: what the compiler gave it."""
+    found = rows.resources(record_set, step)
+    if "status" in found[0]:
+        return found[0]["status"]
     columns = {
         "Kernel": _value("kernel", _code),
         ">Registers": _value("registers"),
@@ -222,50 +303,53 @@ def resources(record_set: RecordSet, step: str) -> str:
         ">Spill stores": _value("spill_store_bytes", "{} B".format),
         ">Spill loads": _value("spill_load_bytes", "{} B".format),
     }
-    found = rows.resources(record_set, step)
-    return _table(columns, found) if found else NOT_MEASURED
+    return _table(columns, found)
 
 
-def counters(record_set: RecordSet) -> str:
-    """A row a kernel of each step: what Nsight Compute counted."""
+def counters(record_set: RecordSet, step: str) -> str:
+    """What Nsight Compute counted: one column per kernel, beside the step before's."""
+    kernels = rows.counters(record_set, step)
+    if "status" in kernels[0]:
+        return kernels[0]["status"]
 
-    def percent(title: str, name: str) -> tuple[str, Cell]:
-        return f">{title} %", _value(f"{name}_percent", "{:.0f}".format, none="n/a")
+    def clock(kernel: Row) -> str:
+        cycles, duration = kernel["cycles"], kernel["duration_ms"]
+        return f"{cycles / duration / 1e6:.2f}" if cycles and duration else "n/a"
 
-    def number(title: str, name: str, form: str = "{:.3g}") -> tuple[str, Cell]:
-        return f">{title}", _value(name, form.format, none="n/a")
+    def numbers(form: str, *names: str) -> list[Cell]:
+        return [_value(name, form.format, none="n/a") for name in names]
 
-    columns = {
-        "Kernel": _kernel,
-        **dict(
-            [
-                number("Duration (ms)", "duration_ms", "{:.4g}"),
-                number("Cycles", "cycles"),
-                percent("SM", "sm"),
-                percent("Memory", "memory"),
-                percent("Tensor", "tensor"),
-                percent("XU", "xu"),
-                percent("FMA", "fma"),
-                percent("LSU", "lsu"),
-                percent("L1 data", "l1_data"),
-                percent("Occupancy", "occupancy"),
-                percent("Issue", "issue"),
-                number("DRAM read (GB)", "dram_read_gb"),
-                number("DRAM written (GB)", "dram_write_gb"),
-                number("L2 (GB)", "l2_gb"),
-                number("Bank conflicts", "bank_conflicts"),
-                number("Local loads", "local_loads"),
-                number("Local stores", "local_stores"),
-            ]
+    def percent(*names: str) -> list[Cell]:
+        return numbers("{:.0f}", *(f"{name}_percent" for name in names))
+
+    lines = {
+        "Duration (ms) / cycles / clock (GHz)": [
+            *numbers("{:.4g}", "duration_ms"),
+            *numbers("{:.3g}", "cycles"),
+            clock,
+        ],
+        "Of elapsed cycles: SM / memory / L1 data (%)": percent("sm", "memory", "l1_data"),
+        "Of active cycles: tensor / XU / FMA / LSU (%)": percent("tensor", "xu", "fma", "lsu"),
+        "Of active cycles: occupancy / issue (%)": percent("occupancy", "issue"),
+        "DRAM read / written / L2 (GB)": numbers(
+            "{:.3g}", "dram_read_gb", "dram_write_gb", "l2_gb"
         ),
-        "Top stalls": lambda row: ", ".join(f"{why} {n:.1f}" for why, n in row.get("stalls", ())),
+        "Bank conflicts / local loads / local stores": numbers(
+            "{:.3g}", "bank_conflicts", "local_loads", "local_stores"
+        ),
     }
-    found = rows.counters(record_set)
-    return _table(_status_in(">Duration (ms)", columns), found) if found else NOT_MEASURED
+    body = [
+        [title, *(" / ".join(cell(kernel) for cell in cells) for kernel in kernels)]
+        for title, cells in lines.items()
+    ]
+    stalls = (", ".join(f"{why} {n:.1f}" for why, n in kernel["stalls"]) for kernel in kernels)
+    return markdown(
+        ["", *(f">{_kernel(kernel)}" for kernel in kernels)], [*body, ["Top stalls", *stalls]]
+    )
 
 
 def sass(record_set: RecordSet) -> str:
-    """A row a kernel of each step: what the compiler gave it, and instructions in its code."""
+    """One row per kernel of each step: what the compiler gave it, and instructions in its code."""
     columns = {
         "Kernel": _kernel,
         ">Registers": _value("registers"),
@@ -315,7 +399,7 @@ def banks(record_set: RecordSet) -> str:
     columns = {
         "Step": _value("name"),
         "Access": _first(_value("access", _code), _value("status")),
-        ">Wavefronts an access, least → counted": per_access,
+        ">Wavefronts per access, least → counted": per_access,
         ">Bank conflicts": _value("conflicts"),
     }
     found = rows.banks(record_set)
@@ -330,7 +414,7 @@ def banks(record_set: RecordSet) -> str:
 
 
 def experiments(record_set: RecordSet, step: str) -> str:
-    """A row an experiment: tried, predicted, measured against the step in the same run."""
+    """One row per experiment: tried, predicted, measured against the step in the same run."""
     columns = {
         "Experiment": _linked,
         "Tried": _value("tries"),

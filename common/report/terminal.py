@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..metrics import OPCODES, smem_bytes, spill_bytes
+from ..metrics import OPCODES, num_conflicts, smem_bytes, spill_bytes
 from ..text import kib, markdown, megabytes
 from .derived import FA3, derived, static_derived
 
 
 def measured(record: dict) -> str:
-    """What was measured, a line each."""
+    """What was measured, one line each."""
     numbers = derived(record)
     fa3 = record["peers"][FA3]
     lines = [
@@ -56,13 +56,13 @@ def compiled(record: dict) -> str:
 
 
 def bank_conflicts(places: list[dict]) -> str:
-    """The banks of a static record: a row a place in the source."""
+    """The banks of a static record: one row per place in the source."""
     columns = ["access", ">accesses", ">least wavefronts", ">wavefronts", ">conflicts", "code"]
     rows = [
         [
             place["operation"],
             *(str(place[key]) for key in ("accesses", "ideal", "wavefronts")),
-            str(place["wavefronts"] - place["ideal"]),
+            str(num_conflicts(place)),
             place["code"],
         ]
         for place in places

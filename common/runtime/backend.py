@@ -52,7 +52,7 @@ class Backend(Protocol):
     def launch(
         self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
     ) -> list[torch.Tensor]:
-        """Prepares and calls; the outputs among the tensors are written.
+        """Prepares and calls; writes the outputs among the tensors.
 
         Returns the bytes of the workspaces. Raises UsageError as prepare() does.
         """
@@ -80,7 +80,7 @@ def specialization(tensors: Sequence[torch.Tensor], causal: bool) -> Specializat
 
 
 def empty_outputs(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """New outputs: a strided one lies like the input with its axes where that keeps rows whole."""
+    """New outputs; a strided one lies like the input with its axes, if that has contiguous rows."""
     outputs = []
     for index, strided in operation.models:
         model = inputs[index]
@@ -90,7 +90,7 @@ def empty_outputs(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple
                 output = torch.empty_like(model, memory_format=torch.contiguous_format)
         else:
             batch, heads, seq, _ = model.shape
-            # torch.empty takes numbers faster than a shape.
+            # torch.empty parses separate sizes faster than a shape.
             output = torch.empty(batch, heads, seq, dtype=torch.float32, device=model.device)
         outputs.append(output)
     return tuple(outputs)

@@ -1,4 +1,4 @@
-"""Compiles steps, once for each content: the cache key is all that goes into the compiler."""
+"""Compiles steps, once per content: the cache key covers all that goes into the compiler."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def compiler_version(*compiler: str) -> str:
 def compile_cached(
     compiler: tuple[str, ...], flags: list[str], source: Path, include_dir: Path, name: str
 ) -> Build:
-    """Runs `compiler flags -I include_dir source -o build/<name>-<hash>`, or finds that output.
+    """Runs `compiler flags -I include_dir source -o build/<name>-<hash>`, unless it is cached.
 
     The hash covers the command line, the compiler's version, the source and the headers it
-    includes. An output that is not as the compiler left it, as after a crash or on a full disk, is
-    made again. Where another process is compiling the same, waits for that. Raises UsageError with
-    the compiler's first error, or with what the file system refuses.
+    includes. A damaged output, as after a crash or on a full disk, is compiled again. Where another
+    process is compiling the same, waits for that. Raises UsageError with the compiler's first
+    error, or with the file system's.
     """
     try:
         command = [*compiler, *flags, f"-I{include_dir}", str(source)]
@@ -121,14 +121,14 @@ def compile_cached(
         ) from None
 
 
-_intact: dict[Path, tuple[int, int]] = {}  # outputs whose hash was right: their times and sizes
+_intact: dict[Path, tuple[int, int]] = {}  # verified outputs: modification time, size
 
 
 def _find(output: Path) -> Build | None:
     """The output and its log, if both are whole.
 
     The file beside it, which is written last, has the log and the output's hash. The hash is
-    computed once a process: it takes some milliseconds, and a call of attention() may not.
+    computed once per process: it takes milliseconds, too long for each call of attention().
     """
     try:
         made = json.loads(_receipt(output).read_text(encoding="utf-8"))
@@ -150,7 +150,7 @@ def _receipt(output: Path) -> Path:
 def _compile_once(command: list[str], source: Path, output: Path) -> Build:
     """Compiles, unless another process has done so while this one waited for it."""
     BUILD_DIR.mkdir(parents=True, exist_ok=True)
-    # The lock's file stays: were it removed, two processes could hold a lock of that name.
+    # The lock file stays: were it removed, two processes could hold a lock of that name.
     with output.with_name(output.name + ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return _find(output) or _compile(command, source, output)
@@ -167,7 +167,7 @@ def _compile(command: list[str], source: Path, output: Path) -> Build:
             said.write_text(ended.stderr, encoding="utf-8")
             raise UsageError(
                 f"{Path(command[0]).name} cannot compile {source.name}: "
-                f"{_first_error(ended.stderr)} (all it says: {said})"
+                f"{_first_error(ended.stderr)} (full output: {said})"
             )
         log = ended.stderr + ended.stdout
         sha256 = hashlib.sha256(unfinished.read_bytes()).hexdigest()
@@ -182,7 +182,7 @@ def _compile(command: list[str], source: Path, output: Path) -> Build:
 
 
 def _first_error(said: str) -> str:
-    """The line of a compiler's messages that tells most."""
+    """The most informative line of a compiler's messages."""
     lines = said.splitlines()
     for cause in ("No space left", "size limit exceeded", "undefined reference", "error"):
         for line in lines:

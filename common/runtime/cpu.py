@@ -55,13 +55,13 @@ COMMON_FLAGS = (
     "-rdynamic",  # kernels are looked up by name
     "-g1",  # a report names the line of an access that traps,
     "-gdwarf-4",  # where addr2line of binutils 2.40 takes DWARF 5's headers for the step itself
-    "-fno-omit-frame-pointer",  # for which the runtime walks up the stack
+    "-fno-omit-frame-pointer",  # by which the runtime walks the stack
     "-fno-math-errno",
     "-fno-strict-aliasing",  # device compilers allow a tile of floats to be read as float4
-    "-ftrivial-auto-var-init=pattern",  # a variable never initialized is not the 0 of fresh memory
+    "-ftrivial-auto-var-init=pattern",  # uninitialized variables are not the 0 of fresh memory
     "-Wno-unknown-pragmas",
 )
-STEP_FLAGS = ("-O1",)  # it runs a few times only: most of a check's time is the compiler's
+STEP_FLAGS = ("-O1",)  # a step runs only a few times: most of a check is compilation
 RUNTIME_FLAGS = ("-O2", "-c")
 SANITIZED_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
@@ -70,9 +70,9 @@ PROGRESS = "still computing"  # likewise
 MULTIPROCESSORS = 2  # few: a persistent block computes many work tiles; odd seeds add one
 MAX_WORKERS = 16  # each has a stack for every thread of a block
 MIN_TIME_LIMIT_S = 60
-# Of shared memory, in KiB, the most that a block can ask for, by architecture.
+# The most shared memory that a block can ask for, in KiB, by architecture.
 SMEM_LIMITS_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
-# Far below what the slowest steps do, sanitized, on one core; v02 has a block for each query.
+# Far below what the slowest steps reach, sanitized, on one core; v02 has a block per query.
 MULTIPLY_ADDS_PER_S, QUERIES_PER_S = 1e6, 200
 
 # Where in the program something happened: addresses, the innermost call first.
@@ -80,12 +80,12 @@ _CODE = re.compile(r"<code((?: 0x[0-9a-f]+)*)>")
 
 
 class SimtError(RuntimeError):
-    """A kernel did what no kernel may do; the message is the runtime's or a sanitizer's report."""
+    """A kernel did something illegal; the message is the runtime's or a sanitizer's report."""
 
 
 @dataclass(frozen=True)
 class SharedAccess:
-    """What the accesses to shared memory from one place in a source took; see simt/banks.h."""
+    """The accesses to shared memory from one place in a source; see simt/banks.h."""
 
     operation: str  # the wrapper's name
     file: str
@@ -135,10 +135,10 @@ class CpuBackend:
     """Runs steps on CPU tensors. Implements common.runtime.backend.Backend.
 
     The seed orders blocks and threads, and its parity chooses which end of each buffer touches a
-    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer, which leaves
-    out the search for data races in what the step itself accesses. A call that takes longer than
+    guard page. sanitize compiles with AddressSanitizer and UndefinedBehaviorSanitizer, which
+    excludes the search for data races in the step's own accesses. A call that takes longer than
     time_limit_s fails; with None only endless loops reach the limit. A persistent step launches
-    blocks for `multiprocessors`; of `calls` in one program the last one's outputs are returned.
+    blocks for `multiprocessors`; a program makes `calls` calls and returns the last one's outputs.
     Both may be set.
     """
 
@@ -294,28 +294,28 @@ def _flags(sanitize: bool) -> tuple[str, ...]:
 
 
 def _nan_flags(compiler: tuple[str, ...]) -> list[str]:
-    """Has g++ initialize local variables with NaN, on Linux.
+    """Flags that make g++ on Linux initialize local variables with NaN.
 
-    clang++ does so with floats of its own accord; with it, 16-bit pairs packed into integers are
-    small numbers, not NaN.
+    clang++ does so anyway, but only with floats: 16-bit pairs packed into integers are then small
+    numbers, not NaN.
     """
     if sys.platform != "linux" or "clang" in compiler_version(*compiler):
         return []
     script = SIMT_DIR / "nan_pattern.sh"
-    version = zlib.crc32(script.read_bytes())  # makes a change of it a change of the flags
+    version = zlib.crc32(script.read_bytes())  # so that a changed script changes the flags
     return [
         "-pipe",
         "-wrapper",
         f"bash,{script}",
         "-Wl,--wrap=memset",
         f"-DNAN_INIT={version}",
-        "-fno-tree-ccp",  # where one path initializes a variable with a constant, these two
-        "-fno-tree-fre",  # passes let all paths do so
+        "-fno-tree-ccp",  # where one path initializes a variable with a constant, these
+        "-fno-tree-fre",  # two passes make all paths do so
     ]
 
 
 def _race_flags(compiler: tuple[str, ...]) -> list[str]:
-    """Has the compiler report accesses to simt/races.h: by ThreadSanitizer's calls.
+    """Flags that make the compiler report accesses to simt/races.h, by ThreadSanitizer's calls.
 
     Its library is not linked, as the driver does not see the flag. It excludes AddressSanitizer.
     """
@@ -348,7 +348,7 @@ def _read_descriptor(operation: Operation, program: Path) -> LaunchDescriptor:
 def _run(step: Step, spec: Specialization, program: Path, request: bytes) -> bytes:
     """The answer to a request. Raises SimtError with the report where there is one instead.
 
-    Passes on at once what the program says of its progress.
+    Messages about its progress are passed on at once.
     """
     lines: list[str] = []
 
@@ -418,7 +418,7 @@ def _shorten_sanitizer_report(messages: str) -> str:
 
 
 def _num_cores() -> int:
-    """The cores that this process may use, as far as the runtime has stacks for them."""
+    """The number of cores that this process may use, at most MAX_WORKERS."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
     return min(os.cpu_count() or 1, MAX_WORKERS)
@@ -451,16 +451,16 @@ def _check_launch(step: Step, spec: Specialization, plan: Plan) -> None:
         if kernel.smem_bytes > most:
             raise SimtError(f"{asks} the most that a GPU for {step.limits.arch} has is {most}")
         raise SimtError(
-            f"{asks} not all GPUs for {step.limits.arch} have more than {least}: let 'limits:' say "
-            f"that it needs more than the {least // 1024} KiB of shared memory of these from "
-            f"head_dim {spec.head_dim} on, or a lower one, or name a higher architecture"
+            f"{asks} not all GPUs for {step.limits.arch} have more than {least}: after the "
+            f"architecture let 'limits:' say '; more than {least // 1024} KiB of shared memory "
+            f"from head_dim {spec.head_dim} on', or a lower one, or name a higher architecture"
         )
 
 
 def _smem_limits(arch: str) -> tuple[int, int]:
-    """The bytes that a block can have where code for `arch` runs: on the least GPU, on the largest.
+    """A block's shared memory where code for `arch` runs, in bytes: the least, the most of any GPU.
 
-    Code for sm_90a runs on exactly sm_90, but that for sm_80 on any architecture from there on.
+    Code for sm_90a runs on sm_90 only, code for sm_80 on every later architecture, too.
     """
     number = int(arch.removeprefix("sm_").rstrip("a"))
     exact = arch.endswith("a")

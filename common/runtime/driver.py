@@ -18,7 +18,7 @@ def bindings():
     version = driver.cuDriverGetVersion()[1]
     if version < MIN_VERSION:
         had, needed = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, MIN_VERSION))
-        raise UsageError(f"the driver is of CUDA {had}: install one of CUDA {needed} or newer")
+        raise UsageError(f"the driver is for CUDA {had}: install one for CUDA {needed} or newer")
     return driver
 
 
@@ -30,5 +30,5 @@ def call(name: str, *arguments):
     driver = bindings()
     status, *result = getattr(driver, name)(*arguments)
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{name} says {status.name}")
+        raise RuntimeError(f"{name} returned {status.name}")
     return result[0] if len(result) == 1 else tuple(result)

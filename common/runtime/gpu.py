@@ -60,7 +60,7 @@ class _Launch:
 
 
 class GpuBackend:
-    """Runs steps on one CUDA device, torch's current one unless told.
+    """Runs steps on one CUDA device, by default torch's current one.
 
     The first call of a specialization compiles and loads it, which cannot happen while a CUDA graph
     is captured. poison fills workspaces with NaN before each call, so that a check sees what a step
@@ -87,7 +87,7 @@ class GpuBackend:
         )
         self.device = torch.device("cuda", index)
         # torch works in the primary context, and so do we: its pointers are ours. It is pushed
-        # around a use only, because PyCUDA keeps a stack of contexts a thread.
+        # around a use only, because PyCUDA keeps a stack of contexts per thread.
         self._context = driver.Device(index).retain_primary_context()
         self._context_handle = self._bindings.CUcontext(self._context.handle)
         self._capability = torch.cuda.get_device_capability(self.device)
@@ -129,7 +129,7 @@ class GpuBackend:
         return self._module(step, spec).descriptor
 
     def resources(self, step: Step, spec: Specialization) -> dict[str, Resources]:
-        """What each kernel takes, by kernel name."""
+        """Each kernel's resources, by its name."""
         return self._module(step, spec).resources
 
     def launch(
@@ -156,7 +156,7 @@ class GpuBackend:
         for kernel in plan.kernels:
             function, gap = module.functions[kernel.name]
             grid, block = (kernel.blocks, 1, 1), (kernel.threads, 1, 1)
-            # prepared_async_call ends in this, and packs the bytes before: most of its time.
+            # The end of prepared_async_call, which packs the bytes first: most of its time.
             kernels.append((function._launch_kernel, gap, grid, block, kernel.smem_bytes))
         return _Launch(step, module.descriptor, tuple(kernels), plan.workspace_bytes, len(tensors))
 
@@ -193,11 +193,12 @@ class GpuBackend:
     def _launch(self, prepared: _Launch, params: bytes) -> None:
         """Launches the kernels, in order with torch's current stream.
 
-        PyCUDA cannot launch on a stream that it did not make. torch's default stream is its None;
-        any other waits for a stream of PyCUDA's, which waited for it.
+        PyCUDA launches only on streams of its own. torch's default stream is its None. For any
+        other one, a stream of PyCUDA's waits for torch's, runs the kernels, and torch's waits for
+        it.
         """
         stream = None
-        # The handle alone, as torch's compiled code asks for it: current_stream() makes an object.
+        # The bare handle, as torch's compiled code gets it: current_stream() makes an object.
         if torch._C._cuda_getCurrentRawStream(self.device.index):
             current = torch.cuda.current_stream(self.device.index)
             stream, beside = self._stream_beside(current)

@@ -1,4 +1,4 @@
-// What the host and a kernel say to each other: the kernel's one parameter and the step's launch
+// The interface between the host and a kernel: the kernel's one parameter and the step's launch
 // descriptor. Included by device/attention.cuh and simt/attention.cuh, which define Element;
 // mirrored by launch.py.
 #pragma once
@@ -41,7 +41,7 @@ struct KernelLaunch {  // an empty name ends the list of kernels
     Extent grid[4];  // gridDim.x = product of ceil(size / tile); gridDim.y = gridDim.z = 1
     int32_t threads;
     int32_t smem_bytes;     // dynamic shared memory
-    int32_t blocks_per_sm;  // gridDim.x is at most so many times the multiprocessors; 0: no limit
+    int32_t blocks_per_sm;  // gridDim.x is at most this times the multiprocessors; 0: no limit
 };
 
 struct Workspace {  // element_bytes 0: no such workspace
@@ -49,8 +49,8 @@ struct Workspace {  // element_bytes 0: no such workspace
     Extent shape[4];  // elements = product of size rounded up to a multiple of tile
 };
 
-// How a box lies in shared memory: its 16-byte chunks change places in every 8 rows of so many bytes;
-// where a row has 128, chunk c of row r lies at place c ^ r % 8.
+// How a box lies in shared memory: with the 16-byte chunks permuted in every 8 rows of this many
+// bytes; in rows of 128, chunk c of row r lies at place c ^ r % 8.
 enum Swizzle : int32_t { SWIZZLE_NONE, SWIZZLE_32B, SWIZZLE_64B, SWIZZLE_128B };
 
 struct Box {  // what TMA copies at once, elements of one head; rows 0: no such tensor map

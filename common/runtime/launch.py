@@ -104,7 +104,7 @@ class Plan:
 
 
 def sizes_of(operation: Operation, tensors: Sequence) -> dict[str, int]:
-    """The sizes of a call by name, from its tensors: the operation's inputs, whatever follows."""
+    """The sizes of a call by name, from its tensors; those after the inputs are ignored."""
     return {
         axis: size
         for operand, tensor in zip(operation.inputs, tensors, strict=False)
@@ -113,9 +113,9 @@ def sizes_of(operation: Operation, tensors: Sequence) -> dict[str, int]:
 
 
 def evaluate(descriptor: LaunchDescriptor, sizes: Mapping[str, int], multiprocessors: int) -> Plan:
-    """The launches of a call on a device with so many multiprocessors.
+    """The launches of a call on a device with this many multiprocessors.
 
-    Raises UsageError for a descriptor that describes none.
+    Raises UsageError for an invalid descriptor.
     """
     if not descriptor.kernels[0].name or descriptor.alignment < 1:
         raise UsageError("the launch descriptor must name a kernel and an alignment of 1 or more")

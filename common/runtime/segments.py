@@ -1,4 +1,4 @@
-"""The parts of its storage that a tensor occupies: all that the SIMT runtime gets of it."""
+"""The parts of a tensor's storage that it occupies: all that the SIMT runtime gets of it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class SegmentedTensor:
 
     def __init__(self, t: torch.Tensor) -> None:
         self._row = t.shape[-1]
-        starts = np.zeros((), np.int64)  # of each row, in elements after the first
+        starts = np.zeros((), np.int64)  # each row's offset, in elements
         for size, stride in zip(t.shape[:-1], strides(t), strict=True):
             starts = starts[..., None] + stride * np.arange(size)
         in_order = np.unique(starts)
         is_large = np.diff(in_order) - self._row > LARGE_GAP // t.element_size()
         begins = in_order[np.r_[True, is_large]]
         sizes = in_order[np.r_[is_large, True]] + self._row - begins
-        # Each segment's bytes: how far they lie after the tensor's first, and how many they are.
+        # Each segment's offset from the tensor's first byte, and its size.
         self.segments = np.stack([begins, sizes], axis=-1) * t.element_size()
         self.elements = np.full(sizes.sum(), POISON, f"i{t.element_size()}")  # one after another
-        self._places = np.cumsum(sizes) - sizes  # in elements, of each segment
-        self._left_out = begins - self._places  # how many elements, before each segment
+        self._places = np.cumsum(sizes) - sizes  # each segment's offset in them
+        self._left_out = begins - self._places  # elements before each segment
         segment = np.searchsorted(begins, starts, side="right") - 1
         self._rows = starts - self._left_out[segment]
 

@@ -121,7 +121,7 @@ def encode_for_gpu(step_name: str, maps: dict[str, TensorMap]) -> dict[str, byte
         )
         if status != driver.CUresult.CUDA_SUCCESS:
             raise UsageError(
-                f"{step_name} copies {name} by a tensor map, and the driver makes none "
+                f"{step_name} copies {name} by a tensor map, and the driver rejects one "
                 f"({status.name}) of sizes {map_.sizes} with strides of {map_.strides} bytes: "
                 f"pass {name}.contiguous()"
             )

@@ -5,11 +5,32 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from common.bench import cells, timing, trial
+from common.bench.peers import Peer
 from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
+from verify.reference import attention_reference
 
 torch.set_num_threads(1)  # pytest -n auto has a process for each core
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes 2 ms, a round of all 0.2 s, and one of two peers is there."""
+
+    def load(q, k, v, *, causal, without):
+        assert without == ("sdpa_math",)
+        o, _ = attention_reference(q, k, v, causal=causal, softmax_scale=q.shape[-1] ** -0.5)
+        return {"sdpa_cudnn": "no such shape", "sdpa_flash": Peer(lambda: o, "torch")}
+
+    monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
+    monkeypatch.setattr(cells, "load", load)
+    monkeypatch.setattr(timing, "device_state", lambda: "not collected")
+    monkeypatch.setattr(cells, "_seconds", lambda calls: 0.2)
+    monkeypatch.setattr(
+        timing, "time_interleaved", lambda calls, rounds: {name: [2.0] * rounds for name in calls}
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,5 +50,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ids=["cpu", "sanitized", "gpu"],
 )
 def make_backend(request) -> Callable[[], Backend]:
-    """For what must hold of an instruction and of its twin."""
+    """A backend, for tests that an instruction on the GPU and its CPU twin must both pass."""
     return request.param

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.problem import DISTRIBUTIONS
 from common.records import SCHEMA, host_hashes
 from common.step import Step
 
@@ -98,6 +99,31 @@ def fake_grid(*steps: Step) -> dict:
                 "samples_ms": {name: [1.0, 2.0, 3.0] for name in rates},
             }
             for name, causal in (("d64_4096", False), ("d64_causal_4096", True))
+        ],
+    }
+
+
+def fake_distributions(*steps: Step) -> dict:
+    """All cells as fake_grid() has them, where the last step has repaired some work tiles."""
+    cell = fake_grid(*steps)["cells"][0]
+    return {
+        "schema": SCHEMA,
+        "device": "NVIDIA H200",
+        "sources": {step.name: {"code_sha256": step.code_sha256} for step in steps},
+        "repairs": {"step": steps[-1].name, "code_sha256": steps[-1].code_sha256},
+        "cells": [
+            {
+                **cell,
+                "name": name,
+                "run": name,
+                **{key: getattr(problem.shape, key) for key in ("heads", "kv_heads", "head_dim")},
+                "causal": problem.causal,
+                "dtype": problem.dtype,
+                "inputs": inputs,
+                "rescaled": 0.25,
+                "redone": 0.001,
+            }
+            for name, (problem, inputs) in DISTRIBUTIONS.items()
         ],
     }
 

@@ -42,13 +42,13 @@ def body(wait: str, *, first_commit: str = COMMIT, second_commit: str = COMMIT, 
     return BODY.format(wait=wait, first_commit=first_commit, second_commit=second_commit, row=row)
 
 
-# Of a body what is in the two tiles then.
+# What the two tiles then hold, by body.
 LANDED = [
     (body(WAIT(0)), [NEW, NEW]),
     (body(WAIT(1)), [NEW, POISON]),
     (body(WAIT(2)), [POISON, POISON]),
     (body("__syncthreads();"), [POISON, POISON]),
-    # A copy without a commit of its own is in the next group, or else in none.
+    # A copy that is not committed belongs to the next group, or to none.
     (body(WAIT(0), first_commit=""), [NEW, NEW]),
     (body(WAIT(1), first_commit=""), [POISON, POISON]),
     (body(WAIT(0), second_commit=""), [NEW, POISON]),
@@ -82,7 +82,7 @@ def copy_step(tmp_path_factory) -> Step:
 
 
 def run_copy(step: Step, scenario: int, seed: int) -> list[str]:
-    """What is in the two tiles in the end."""
+    """What the two tiles hold at the end."""
     o, _ = run(step, CpuBackend(seed), Q, scenario=scenario)
     tiles = []
     for tile, copied in zip(o.view(2, 64, 8), Q.view(2, 64, 8), strict=True):

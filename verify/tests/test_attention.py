@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from common import UsageError, attention
-from common.catalog import all_steps
+from common.catalog import all_steps, find_step
+from common.operation import FORWARD, OPERATIONS
+from common.operator import highest_step
+from common.runtime.cpu import CpuBackend
 from verify.layouts import contiguous, transposed
 from verify.reference import attention_reference
 
@@ -37,6 +42,14 @@ def test_takes_the_highest_step_that_can_run() -> None:
     assert torch.equal(attention(**inputs), attention(**inputs, step="v01"))
     with pytest.raises(UsageError, match=f"{NEWEST} reads 16 bytes at a time"):
         attention(**inputs, step=NEWEST)
+
+
+def test_a_step_of_another_ladder_is_not_taken(monkeypatch) -> None:
+    monkeypatch.setitem(OPERATIONS, "x", replace(FORWARD, name="another", letter="x"))
+    first = find_step("v01")
+    monkeypatch.setattr("common.operator.all_steps", lambda: (first, replace(first, name="x01")))
+    q, k, v = _inputs().values()
+    assert highest_step(CpuBackend(), q, k, v, causal=False) is first
 
 
 def test_output_lies_like_q_and_lse_comes_on_request() -> None:
@@ -184,7 +197,7 @@ def test_transposed_storage_is_not_copied() -> None:
 @pytest.mark.parametrize("long", ["q", "k"])
 @pytest.mark.parametrize("layout", [contiguous, transposed])
 def test_more_than_2_to_the_31_elements(layout, long: str, step: str | None) -> None:
-    """Of q and o, or of k and v. The last queries must find the last keys, in the last head."""
+    """In q and o, or in k and v: the last queries must find the last keys, in the last head."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 40e9:
         pytest.skip("less than 40 GB are free")

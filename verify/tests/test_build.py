@@ -1,4 +1,4 @@
-"""Compilation on demand: once for each content, whoever asks, and again where it was damaged."""
+"""Compilation on demand: once per content, whoever asks, and again where an output is damaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ cp "{source}" "$output"
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """The source, how to compile it, and what the compiler has been asked for."""
+    """The source, how to compile it, and the log of what the compiler was asked for."""
     monkeypatch.setattr(build, "BUILD_DIR", tmp_path / "build")
     source, log, program = (tmp_path / name for name in ("step.cu", "log", "compiler"))
     program.write_text(COMPILER.format(source=source, log=log))
@@ -73,7 +73,7 @@ def test_what_does_not_compile_is_tried_again(compiler):
 
 
 def test_what_is_found_is_not_written_to(compiler):
-    """So that a folder which may only be read serves those who may not write."""
+    """A cache that is read-only for this user can be used."""
     source, compile_, _ = compiler
     source.write_text("a")
     compile_()
@@ -159,7 +159,7 @@ def test_a_full_disk_is_one_clear_line(compiler):
 
 
 def test_a_limit_on_files_is_one_clear_line(tmp_path):
-    """Of a real compiler, which the limit ends or which says so itself."""
+    """A real compiler is killed by the limit or reports it itself."""
     source = tmp_path / "step.cpp"
     source.write_text("int main() {}\n")
     program = (

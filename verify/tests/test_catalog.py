@@ -122,7 +122,7 @@ def test_lint_reports_every_malformed_file(folder, capsys):
 def test_a_file_with_another_name_is_named(folder, name):
     (folder / name).write_text("")
     assert [step.name for step in all_steps()] == NAMES
-    with pytest.raises(UsageError, match=f"{name}: a step's file is called like v04_register"):
+    with pytest.raises(UsageError, match=f"{name}: name a step's file like v04_register"):
         require_well_formed()
 
 
@@ -133,7 +133,7 @@ def test_other_files_are_nobodys_concern(folder, name):
 
 
 def test_two_files_of_one_name_are_both_refused(folder):
-    """Which of them was meant, nobody knows."""
+    """It is not clear which of them is meant."""
     shutil.copy(folder / "v10_fused.cu", folder / "v10_better.cu")
     assert [step.name for step in all_steps()] == [name for name in NAMES if name != "v10"]
     with pytest.raises(UsageError, match=r"v10_better.cu: v10_fused.cu is v10 too: rename one"):
@@ -146,7 +146,7 @@ def test_no_step_at_all_is_one_clear_line(folder, capsys):
     assert check([]) == 2
     *warnings, error = capsys.readouterr().err.splitlines()
     assert len(warnings) == len(NAMES)
-    assert error.startswith("error: no step in ")
+    assert error.startswith("error: no steps in ")
 
 
 def test_the_step_before(folder):
@@ -208,9 +208,11 @@ def test_limits(tmp_path):
 
 
 def test_limits_of_shared_memory(tmp_path):
-    told = "needs more than the 99 KiB of shared memory of sm_86 and sm_89 from head_dim 160 on"
-    step = read_step(write(tmp_path, f"{LIMITS}; right, but slow; fp32\n//     {told}"))
+    told = "more than 99 KiB of shared memory from head_dim 160 on"
+    step = read_step(write(tmp_path, f"{LIMITS}; {told}\n//     above head_dim 160 slow"))
     assert step.limits.large_smem_head_dim == 160
+    step = read_step(write(tmp_path, f"{LIMITS}\n//     in fp32 {told}"))
+    assert step.limits.large_smem_head_dim is None
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def write_after_first_row(o, lse):
 
 
 def move_every_other(ulps: int):
-    """Moves half of o by some ulps: -1 is what truncation does to it."""
+    """Moves half of o by some ulps; -1 is the effect of truncation."""
 
     def spoil(o, lse):
         o.view(torch.int16)[..., ::2] += ulps
@@ -173,7 +173,7 @@ def test_a_refusal_is_skipped_and_nothing_but_skips_fails(monkeypatch, capsys):
 
 
 class OtherGrid(TorchBackend):
-    """Computes something else where it has another number of multiprocessors."""
+    """Its results depend on the number of multiprocessors."""
 
     def __init__(self, multiprocessors):
         super().__init__(lambda o, lse: lse.add_(1e-6 if multiprocessors == 5 else 0))

@@ -25,7 +25,7 @@ def counted(kernel: str = "attention_forward", **changes: float) -> dict:
 
 @pytest.fixture
 def record_set(tmp_path):
-    """Loads the record set of a project whose records of v01 and v02 are changed as told."""
+    """Loads the record set of a project whose records of v01 and v02 are changed as given."""
 
     def load(records: tuple[dict, dict] = ({}, {}), static: tuple[dict, dict] = ({}, {})):
         first = fake_record(V01, time_ms=40.0) | {

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from fractions import Fraction
+from functools import partial
+from itertools import pairwise, product
+from random import Random
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from common.report.diagrams import figures
+from common.catalog import find_step
+from common.problem import COUNTED
+from common.report.diagrams import blocks, figures
 from common.report.diagrams.fragments import (
     CHUNKS,
     a_fragment,
@@ -31,13 +38,29 @@ from common.report.diagrams.fragments import (
     wavefronts,
     wgmma_d,
 )
-from common.report.diagrams.svg import BANK_COLORS, WIDTH
+from common.report.diagrams.softmax import BOUND, LOGITS, VALUES, online, shifted
+from common.report.diagrams.svg import (
+    ACCENT,
+    BANK_COLORS,
+    COLORS,
+    DARK,
+    EMPTY,
+    INK,
+    LIGHT,
+    MARKS,
+    MUTED,
+    ON_ACCENT,
+    PAGE,
+    RED,
+    TINTS,
+    WIDTH,
+)
 from common.runtime.cpu import CpuBackend, SimtError
 from common.step import Step
+from verify.tests.drawings import SVG, boxes, clashes, texts
 from verify.tests.small_kernels import run, write_scenarios, write_step
 
 LANES, HALVES = range(32), range(2)
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_fragments_are_those_of_the_isa():
@@ -307,29 +330,188 @@ def test_drawn_parities_are_those_to_wait_for(stage):
         assert not all(passes(stage, scenario, seed) for seed in range(8)), WRONG[scenario - 1]
 
 
+# ---- what is worked out for a diagram
+
+
+def rows_of_logits(count: int = 50) -> Iterator[tuple[list, list]]:
+    """Logits and values in tiles of three, with jumps upwards and downwards."""
+    random = Random(0)
+    for _ in range(count):
+        tiles = random.randint(1, 5)
+        yield tuple(
+            [[random.randint(-low, 9) for _ in range(3)] for _ in range(tiles)] for low in (20, 0)
+        )
+
+
+@pytest.mark.parametrize("steps_of", [online, partial(shifted, bound=BOUND)])
+def test_a_row_comes_out_as_by_one_softmax(steps_of):
+    """Exactly: for O / l, and for 2^lse = l 2^m."""
+    for logits, values in rows_of_logits():
+        weights = [Fraction(2) ** s for tile in logits for s in tile]
+        row = steps_of(logits, values)[-1].after
+        assert row.l * Fraction(2) ** row.m == sum(weights)
+        flat = [v for tile in values for v in tile]
+        expected = sum(w * v for w, v in zip(weights, flat, strict=True)) / sum(weights)
+        assert row.o / row.l == expected
+
+
+def test_online_softmax_has_no_p_above_one():
+    for logits, values in rows_of_logits():
+        steps = online(logits, values)
+        assert [step.after.m for step in steps] == [
+            max(s for tile in logits[: n + 1] for s in tile) for n in range(len(steps))
+        ]
+        assert all(max(step.p) <= 1 for step in steps)
+
+
+def test_a_shift_is_raised_only_beyond_the_bound():
+    """To the tile's maximum, so that no P is above 1 any more."""
+    raised = 0
+    for logits, values in rows_of_logits():
+        m = max(logits[0])
+        for step, s in zip(shifted(logits, values, BOUND), logits, strict=True):
+            high = sum(Fraction(2) ** (one - m) for one in s) > BOUND
+            assert bool(step.high) == (step.raised > 0) == high
+            assert not high or max(step.p) == 1
+            m += step.raised
+            assert step.after.m == m
+            raised += high
+    assert raised
+
+
+def test_the_shift_figure_shows_a_tile_of_each_kind():
+    kinds = [(bool(step.high), max(step.p) > 1) for step in shifted(LOGITS, VALUES, BOUND)]
+    assert kinds == [(False, False), (False, True), (True, False)]
+
+
+def test_the_memory_map_is_v08s():
+    descriptor = CpuBackend().descriptor(find_step("v08"), COUNTED.specialization)
+    assert blocks.shared_memory_bytes() == descriptor.kernels[0].smem_bytes
+    ends = [place.start + place.size for place in blocks.shared_memory()]
+    assert [place.start for place in blocks.shared_memory()] == [0, *ends[:-1]]
+
+
+def test_ping_pong_is_possible():
+    """Nothing starts before what it needs is there, and the tensor cores do one after another."""
+    consumers = blocks.consumers()
+    products = sorted(
+        (span.start, span.end) for consumer in consumers for span in (*consumer.s, *consumer.pv)
+    )
+    assert all(one[1] == other[0] for one, other in pairwise(products))
+    for consumer in consumers:
+        s, softmax, pv = (
+            {span.tile: span for span in spans}
+            for spans in (consumer.s, consumer.softmax, consumer.pv)
+        )
+        for tile in softmax:
+            assert softmax[tile].start >= s[tile].end
+            if tile + 1 in s:  # S is in registers, of which P takes some
+                assert softmax[tile].end <= s[tile + 1].start
+            if tile in pv:
+                assert softmax[tile].end <= pv[tile].start
+    for copied, used in zip(blocks.copies(), ("s", "pv"), strict=True):
+        for copy in copied:
+            spans = [span for consumer in consumers for span in getattr(consumer, used)]
+            assert all(copy.end <= span.start for span in spans if span.tile == copy.tile)
+            before = [span for span in spans if span.tile == copy.tile - blocks.NUM_STAGES]
+            assert all(span.end <= copy.start for span in before)
+
+
+def test_each_schedule_has_each_work_tile_once():
+    by_sm = [list(taken) for taken in zip(*blocks.rounds(), strict=True)]
+    everything = {
+        blocks.WorkTile(head, q_block)
+        for head, q_block in product(range(blocks.HEADS), range(blocks.Q_BLOCKS))
+    }
+    for schedule in (by_sm, blocks.as_they_come()):
+        taken = [work for works in schedule for work in works]
+        assert len(taken) == len(everything)
+        assert set(taken) == everything
+    assert len({blocks.tiles(works) for works in by_sm}) == 1  # all are done at once
+    assert max(map(blocks.tiles, blocks.as_they_come())) > blocks.tiles(by_sm[0])
+
+
 # ---- how they are drawn
 
 
 @pytest.fixture(scope="module")
 def drawn():
-    return {name: ElementTree.fromstring(svg) for name, svg in figures().items()}
+    return figures()
 
 
 def test_figures_fit_the_page_and_can_be_read(drawn):
-    for svg in drawn.values():
-        height = float(svg.get("height"))
-        assert float(svg.get("width")) == WIDTH
-        for box in svg.iter(f"{SVG}rect"):
-            assert 0 <= float(box.get("x", 0)) <= WIDTH - float(box.get("width"))
-            assert 0 <= float(box.get("y", 0)) <= height - float(box.get("height"))
-        for text in svg.iter(f"{SVG}text"):
-            assert int(text.get("font-size")) >= 11
-            assert 0 < float(text.get("y")) < height
+    for name, svg in drawn.items():
+        root = ElementTree.fromstring(svg)
+        height = float(root.get("height"))
+        assert float(root.get("width")) == WIDTH
+        for box in boxes(svg):
+            assert 0 <= box.left <= box.right <= WIDTH, (name, box)
+            assert 0 <= box.top <= box.bottom <= height, (name, box)
+        for text in texts(svg):
+            assert 8 <= text.left <= text.right <= WIDTH - 8, (name, text)
+            assert 0 < text.top <= text.bottom < height - 4, (name, text)
+        assert all(int(text.get("font-size", 12)) >= 11 for text in root.iter(f"{SVG}text"))
+
+
+def test_texts_do_not_overlap(drawn):
+    for name, svg in drawn.items():
+        assert not clashes(svg), name
+
+
+def test_text_in_a_box_fits(drawn):
+    """What is centred in a box is as narrow as the smallest box around its middle."""
+    for name, svg in drawn.items():
+        all_boxes = boxes(svg)
+        for text in texts(svg):
+            x, y = text.left + text.width / 2, text.top + text.height / 2
+            around = [box for box in all_boxes if box.surrounds(x, y)]
+            centred = [box for box in around if abs(box.left + box.width / 2 - x) < 0.1]
+            if centred:
+                assert text.width <= min(box.width for box in centred), (name, text)
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_text_stands_out(theme):
+    """The contrast that WCAG 2 wants of text, 4.5, on the page and on every fill."""
+
+    def luminance(role: str) -> float:
+        color = COLORS[role][theme]
+        channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(c * weight for c, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+    def contrast(*roles: str) -> float:
+        darker, lighter = sorted(luminance(role) for role in roles)
+        return (lighter + 0.05) / (darker + 0.05)
+
+    assert contrast(ON_ACCENT, ACCENT) >= 4.5
+    for fill in (PAGE, EMPTY, *TINTS, *BANK_COLORS):
+        assert contrast(INK, fill) >= 4.5, fill
+    for color in (MUTED, RED, *MARKS):
+        assert contrast(color, PAGE) >= 4.5, color
+
+
+def test_a_dark_figure_differs_in_its_colors_only(drawn):
+    def without_colors(svg: str) -> str:
+        return re.sub("#[0-9a-f]{6}", "", svg)
+
+    light = {name for name in drawn if not name.endswith("_dark.svg")}
+    assert {name.replace(".svg", "_dark.svg") for name in light} == drawn.keys() - light
+    for name in light:
+        dark = drawn[name.replace(".svg", "_dark.svg")]
+        assert dark != drawn[name]
+        assert without_colors(dark) == without_colors(drawn[name])
+
+
+def test_tiles_figure_numbers_what_is_computed(drawn):
+    numbers = [text.text for text in texts(drawn["tiles_of_s.svg"]) if text.text.isdigit()]
+    n = blocks.BLOCKS
+    assert len(numbers) == 2 * n + n * n + n * (n + 1) // 2  # above, without and with a mask
 
 
 def test_swizzle_figure_shows_the_computed_wavefronts(drawn):
-    texts = [text.text for text in drawn["swizzle_banks.svg"].iter(f"{SVG}text")]
-    assert [text for text in texts if "wavefront" in text] == [
+    found = [text.text for text in texts(drawn["swizzle_banks.svg"])]
+    assert [text for text in found if "wavefront" in text] == [
         "8 wavefronts",
         "1 wavefront",
         "1 wavefront",
@@ -337,12 +519,12 @@ def test_swizzle_figure_shows_the_computed_wavefronts(drawn):
 
 
 def test_descriptor_figure_colours_what_is_read(drawn):
-    fills = [box.get("fill") for box in drawn["wgmma_descriptor.svg"].iter(f"{SVG}rect")]
+    fills = [box.roles[0] for box in boxes(drawn["wgmma_descriptor.svg"])]
     in_k = [0, 0, 16, 16, 0, 0, 0, 0]  # rows, of the chunks with d 16 to 31
     in_v, in_legend = 2 * 16, 1
     assert [fills.count(color) for color in BANK_COLORS] == [n + in_v + in_legend for n in in_k]
-    texts = [text.text for text in drawn["wgmma_descriptor.svg"].iter(f"{SVG}text")]
-    assert [text for text in texts if text.startswith("The next")] == [
+    found = [text.text for text in texts(drawn["wgmma_descriptor.svg"])]
+    assert [text for text in found if text.startswith("The next")] == [
         "The next 8 keys: stride, + 1024 bytes",
         "The next 16 d: start + 32 bytes",
         "The next 64 d: start + 16384 bytes",
@@ -353,9 +535,9 @@ def test_descriptor_figure_colours_what_is_read(drawn):
 
 
 def test_mbarrier_figure_shows_alternating_parities(drawn):
-    texts = [text.text for text in drawn["mbarrier_phases.svg"].iter(f"{SVG}text")]
+    found = [text.text for text in texts(drawn["mbarrier_phases.svg"])]
     for name, parities in (("full", "010"), ("empty", "01")):
-        waits = [text for text in texts if text.startswith(f"try_wait({name}")]
+        waits = [text for text in found if text.startswith(f"try_wait({name}")]
         assert waits == [f"try_wait({name}, {parity})" for parity in parities]
-    phases = [text for text in texts if text.startswith("phase ")]
+    phases = [text for text in found if text.startswith("phase ")]
     assert phases == [f"phase {n}: parity {n % 2}" for n in (0, 1, 2, 3, 0, 1, 2)]

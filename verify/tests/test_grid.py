@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from common.bench import grid, timing, trial
-from common.bench.peers import Peer
+from common.bench import cells, grid
 from common.catalog import all_steps
 from common.errors import UsageError
 from common.operation import FORWARD
-from common.problem import GRID, HIDDEN, TOKENS, Specialization
+from common.problem import GRID, GRID_OVER_LENGTHS, HIDDEN, TOKENS, Specialization
 from common.record_schema import CELL, GRID_RECORD, find_error
 from common.records import read_record, write_record
 from common.report import plots, tables
@@ -26,6 +22,7 @@ from common.report.record_set import RecordSet, load_record_set
 from common.runtime.gpu import GpuBackend
 from verify.cases import BF16, Case, Shape, find_cases
 from verify.reference import attention_reference
+from verify.tests.drawings import clashes, dots, texts
 from verify.tests.fake_records import fake_grid
 
 V01, V02, V03 = all_steps()[:3]
@@ -51,9 +48,10 @@ def record_set(tmp_path):
 
 def test_cells():
     cells = {case.name: case.shape for case in grid.CELLS}
-    assert len(cells) == len(grid.CELLS) == 22
+    assert len(cells) == len(grid.CELLS) == 36
     shared = {name: shape for name, shape in cells.items() if name.startswith("gqa")}
-    for name in cells.keys() - shared.keys():
+    assert len(GRID_OVER_LENGTHS) == 22
+    for name in GRID_OVER_LENGTHS.keys() - shared.keys():
         shape = cells[name]
         assert shape.batch * shape.seq_q == shape.batch * shape.seq_k == TOKENS
         assert shape.heads * shape.head_dim == shape.kv_heads * shape.head_dim == HIDDEN
@@ -64,6 +62,21 @@ def test_cells():
         "gqa_causal_4096": Shape(1, 64, 8, 4096, 4096, 128),
         "gqa_causal_16384": Shape(1, 64, 8, 16384, 16384, 128),
     }
+    assert {name: cells[name] for name in GRID.keys() - GRID_OVER_LENGTHS.keys()} == {
+        **{
+            f"d{head_dim}{mask}_4096": Shape(batch, heads, heads, 4096, 4096, head_dim)
+            for batch, heads, head_dim in ((8, 16, 72), (4, 25, 80), (4, 21, 96), (4, 10, 192))
+            for mask in ("", "_causal")
+        },
+        "vit_197": Shape(16, 12, 12, 197, 197, 64),
+        "vit_577": Shape(16, 12, 12, 577, 577, 64),
+        "whisper_1500": Shape(8, 20, 20, 1500, 1500, 64),
+        "cross_attention_77": Shape(8, 10, 10, 4096, 77, 64),
+        "flux_4608": Shape(1, 24, 24, 4608, 4608, 128),
+        "prefill_causal_32768": Shape(1, 64, 8, 1024, 32768, 128),
+    }
+    for case in grid.CELLS:
+        assert case.causal == ("causal" in case.name)
 
 
 def test_flops_are_those_of_the_visible_half():
@@ -91,26 +104,8 @@ class TorchBackend:
         lse.copy_(result[1])
 
 
-@pytest.fixture
-def without_a_gpu(monkeypatch):
-    """Every call takes 2 ms, a round of all 0.2 s, and one of two peers is there."""
-
-    def load(q, k, v, *, causal, without):
-        assert without == ("sdpa_math",)
-        o, _ = attention_reference(q, k, v, causal=causal, softmax_scale=TINY.scale)
-        return {"sdpa_cudnn": "no such shape", "sdpa_flash": Peer(lambda: o, "torch")}
-
-    monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
-    monkeypatch.setattr(grid, "load", load)
-    monkeypatch.setattr(timing, "device_state", lambda: "not collected")
-    monkeypatch.setattr(grid, "_seconds", lambda calls: 0.2)
-    monkeypatch.setattr(
-        timing, "time_interleaved", lambda calls, rounds: {name: [2.0] * rounds for name in calls}
-    )
-
-
 def test_measured_cell(without_a_gpu):
-    cell = grid.measure_cell(TorchBackend(), [V02, V03], TINY)
+    cell = grid.measure_shape(TorchBackend(), [V02, V03], TINY)
     assert find_error(cell, CELL) is None
     rate = 2 * 2 * 96**2 * 64 / 2e9
     assert cell["tflops"] == {
@@ -127,19 +122,19 @@ def test_measured_cell(without_a_gpu):
     ("round_seconds", "rounds"), [(0.001, 30), (0.1, 30), (0.2, 15), (0.3, 10), (5.0, 10)]
 )
 def test_rounds_follow_from_the_time_of_one(round_seconds, rounds):
-    assert grid.affordable_rounds(round_seconds) == rounds
+    assert cells.affordable_rounds(round_seconds) == rounds
 
 
 @pytest.mark.parametrize("where", [(...,), (0, 0, 0, 0), (0, 1, 95, 63), (0, 0, slice(32, 48))])
 @pytest.mark.parametrize("error", [0.1, float("nan")])
 def test_a_wrong_step_is_not_timed(without_a_gpu, error, where):
     with pytest.raises(UsageError, match="v02 is wrong on tiny"):
-        grid.measure_cell(TorchBackend(error, where), [V02], TINY)
+        grid.measure_shape(TorchBackend(error, where), [V02], TINY)
 
 
 def test_no_step_is_no_cell(without_a_gpu):
     with pytest.raises(UsageError, match="v03 takes head_dim 128"):
-        grid.measure_cell(TorchBackend(), [V03], TINY)
+        grid.measure_shape(TorchBackend(), [V03], TINY)
 
 
 def test_everything_is_built_first():
@@ -147,13 +142,13 @@ def test_everything_is_built_first():
     built = []
     backend = SimpleNamespace(build=lambda *job: built.append(job))
     narrow = replace(V02, limits=replace(V02.limits, highest_head_dim=128))
-    grid.build_all(backend, [V01, narrow], grid.CELLS)
+    cells.build_all(backend, [V01, narrow], grid.CELLS)
     expected = [
         (step, Specialization(head_dim, "bf16", causal))
         for step in (V01, narrow)
-        for head_dim in (64, 128, 256)
+        for head_dim in (64, 72, 80, 96, 128, 192, 256)
         for causal in (False, True)
-        if (step, head_dim) != (narrow, 256)
+        if step is not narrow or head_dim <= 128
     ]
     assert sorted(built, key=str) == sorted(expected, key=str)
 
@@ -163,7 +158,7 @@ def test_what_cannot_be_built_stops_the_grid():
         raise UsageError("nvcc cannot compile v01_naive.cu")
 
     with pytest.raises(UsageError, match="nvcc cannot compile"):
-        grid.build_all(SimpleNamespace(build=build), [V01], grid.CELLS)
+        cells.build_all(SimpleNamespace(build=build), [V01], grid.CELLS)
 
 
 def test_ceiling(monkeypatch):
@@ -191,13 +186,13 @@ def read_grid(path: Path) -> dict | None:
 @pytest.fixture
 def measured_grid(monkeypatch, tmp_path):
     """Writes a record of fake cells in tmp_path; returns its path."""
-    fake = fake_grid(*grid.grid_steps())
+    fake = fake_grid(*cells.steps_from(grid.FIRST_STEP))
     monkeypatch.setattr(grid, "GpuBackend", lambda: SimpleNamespace(device="cuda"))
     monkeypatch.setattr(grid, "build_all", lambda *_: None)
     monkeypatch.setattr(grid, "measure_ceiling", lambda device: fake["ceiling"])
     monkeypatch.setattr(grid, "versions", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(
-        grid, "measure_cell", lambda backend, steps, case: fake["cells"][0] | {"name": case.name}
+        grid, "measure_shape", lambda backend, steps, case: fake["cells"][0] | {"name": case.name}
     )
     monkeypatch.setattr(grid, "PROFILES_DIR", tmp_path)
     return grid.measure_grid
@@ -246,15 +241,16 @@ def test_a_malformed_run_before_is_overwritten(measured_grid, capsys):
 
 def test_table(record_set):
     text = tables.grid(record_set())
+    rates = "| 100 | 200 | missing | 160 | 640 | 0.312 × |"
     assert text.splitlines()[:4] == [
-        "| head_dim | Mask | Batch × heads × N | v01 | v02 | sdpa_math | sdpa_flash | sdpa_cudnn | "
-        "v02 / fastest peer |",
-        "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| 64 | none | 4 × 32 × 4096 | 100 | 200 | missing | 160 | 640 | 0.312 × |",
-        "| 64 | causal | 4 × 32 × 4096 | 100 | 200 | missing | 160 | 640 | 0.312 × |",
+        "| Cell | head_dim | Mask | Batch × heads | Queries | Keys | v01 | v02 | sdpa_math | "
+        "sdpa_flash | sdpa_cudnn | v02 / fastest peer |",
+        "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| d64_4096 | 64 | none | 4 × 32 | 4096 | 4096 " + rates,
+        "| d64_causal_4096 | 64 | causal | 4 × 32 | 4096 | 4096 " + rates,
     ]
     caption = text.splitlines()[-1]
-    assert "NVIDIA H200 in bf16" in caption
+    assert f"NVIDIA H200 in bf16; {tables.INPUTS}; " in caption
     assert "Median of 3 interleaved rounds" in caption
     assert "throttle reasons after: none" in caption
     assert "In the run before" not in caption
@@ -278,7 +274,7 @@ def test_ratio_to_the_fastest_peer(record_set):
     text = tables.grid(record_set(cells=cells))
     assert ratios(text) == ["**1.000 ×**", "**1.266 ×**"]
     told = (
-        "v02 over the fastest peer: geometric mean of 2 rows 1.125 ×, smallest 1.000 × (d64_4096)"
+        "v02 over the fastest peer: geometric mean of 2 cells 1.125 ×, smallest 1.000 × (d64_4096)"
     )
     assert f"\n\n{told}. TFLOP/s on" in text
     # Never bold below 1, and no ratio without a peer or without the step.
@@ -299,7 +295,7 @@ def test_run_before_is_told_below_the_table(record_set):
     text = tables.grid(record_set(previous))
     assert ratios(text) == ["0.312 ×", "0.312 ×"]  # the newer one's
     assert (
-        "In the run before, of the same sources: geometric mean of 2 rows 1.000 ×, "
+        "In the run before, of the same sources: geometric mean of 2 cells 1.000 ×, "
         "smallest 0.500 × (d64_4096)."
     ) in text
     previous["sources"]["v02"]["code_sha256"] = "0" * 64
@@ -311,8 +307,18 @@ def test_shared_heads_and_rounds_are_told(record_set):
     cells[0] |= {"heads": 64, "kv_heads": 8}
     cells[1]["samples_ms"] = {"v01": [1.0] * 10}
     text = tables.grid(record_set(cells=cells))
-    assert "| 64 | none | 4 × 64/8 × 4096 |" in text
+    assert "| 64 | none | 4 × 64/8 | 4096 | 4096 |" in text
     assert "Median of 3 to 10 interleaved rounds" in text
+
+
+def test_other_keys_than_queries(without_a_gpu, record_set):
+    case = replace(TINY, shape=replace(TINY.shape, seq_q=40))
+    cell = grid.measure_shape(TorchBackend(), [V02, V03], case)
+    assert find_error(cell, CELL) is None
+    assert cell["tflops"]["v02"] == pytest.approx(4 * 2 * (40 * 56 + 40**2 / 2) * 64 / 2e9)
+    cell["environment"] = fake_grid(V01)["cells"][0]["environment"]
+    text = tables.grid(record_set(sources=fake_grid(V02)["sources"], cells=[cell]))
+    assert "| tiny | 64 | causal | 1 × 2 | 40 | 96 |" in text
 
 
 def test_table_tells_what_throttled_any_cell(record_set):
@@ -327,7 +333,7 @@ def test_changed_step_is_called_stale(record_set):
     sources["v02"]["code_sha256"] = "0" * 64
     changed = record_set(sources=sources)
     assert "| v01 | v02 (stale) | sdpa_math |" in tables.grid(changed)
-    assert evaluate("grid.d64_4096.v02", changed) == "not measured since the source changed"
+    assert evaluate("grid.d64_4096.v02", changed) == "stale"
     assert evaluate("grid.d64_4096.v01", changed) == "100.0"
 
 
@@ -384,24 +390,25 @@ def whole_grid(record_set):
 
 
 def test_plot(whole_grid):
-    """Two masks by three head dimensions and the shared heads, each with its lines and labels."""
-    figure = plots.draw_plots(whole_grid)["grid.svg"]
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    assert len(figure.axes) == 8
-    titles = [axes.get_title(loc="left") for axes in figure.axes[:4]]
-    assert titles == ["head_dim 64", "head_dim 128", "head_dim 256", "head_dim 128, heads 64/8"]
-    for axes in figure.axes:
-        *curves, ceiling = axes.lines
-        assert [curve.get_ydata()[0] for curve in curves] == [30, 690, 700, 350]
-        assert {*ceiling.get_ydata()} == {800}
-        assert [text.get_text() for text in axes.texts] == ["v03", "v02", "v01"]
-        boxes = [text.get_window_extent(canvas.get_renderer()) for text in axes.texts]
-        assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
-    assert list(figure.axes[0].lines[0].get_xdata()) == [1024, 4096, 16384]
-    assert list(figure.axes[7].lines[0].get_xdata()) == [4096, 16384]
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["sdpa_flash", "measured ceiling: product of 8192^3"]
+    """A row for each shape and a panel for each mask, with a dot for each step."""
+    svg = plots.render_plots(whole_grid)["grid.svg"]
+    assert not clashes(svg)
+    found = [text.text for text in texts(svg)]
+    shapes = [text for text in found if text.count("×") == 2 and text[0].isdigit()]
+    assert len(shapes) == len({(case.shape.seq_q, case.shape) for case in grid.CELLS})
+    assert "4 × 64/8 × 16384" in shapes
+    assert found.count("2.00 ×") == len(grid.CELLS)
+    assert {"v01", "v02", "v03", "sdpa_flash", "measured ceiling: product of 8192^3"} <= {*found}
+    rows: dict[float, list[float]] = {}
+    for x, y, _ in dots(svg):
+        rows.setdefault(y, []).append(x)
+    legend, *shown = rows.values()
+    assert len(legend) == 3
+    assert len(shown) == len(shapes)
+    for row in shown:
+        assert len(row) % 3 == 0  # one mask, or both
+        for slow, fast, fastest in zip(row[::3], row[1::3], row[2::3], strict=True):
+            assert fast - slow == pytest.approx(66 * (fastest - fast), rel=0.05)  # 30, 690, 700
 
 
 def test_plot_follows_from_its_record(whole_grid):
@@ -412,26 +419,22 @@ def test_plot_follows_from_its_record(whole_grid):
     svg = plot()
     assert plot() == svg
     record = whole_grid.grid.record
-    changed = plot(record=record | {"ceiling": record["ceiling"] | {"tflops": 801.0}})
-    other = re.sub(r"Matplotlib v[\d.]+", "Matplotlib v0.1", changed)
-    assert not plots.same_plot(svg, changed)
-    assert not plots.same_plot(svg, other)
+    assert plot(record=record | {"ceiling": record["ceiling"] | {"tflops": 801.0}}) != svg
     assert "v02 (stale)" in plot(stale=frozenset({"v02"}))
 
 
 def test_plot_leaves_out_what_is_missing(record_set):
     cells = cells_with({"v01": {"missing": "too wide"}}, {})
-    figure = plots.draw_plots(record_set(cells=cells))["grid.svg"]
-    assert [text.get_text() for text in figure.axes[0].texts] == ["v02"]
-    assert [text.get_text() for text in figure.axes[1].texts] == ["v02", "v01"]
-    assert "sdpa_math" not in [text.get_text() for text in figure.legends[0].get_texts()]
+    svg = plots.render_plots(record_set(cells=cells))["grid.svg"]
+    colors = [color for _, _, color in dots(svg)]
+    assert colors == ["ramp6", "ramp7", "ramp7", "ramp6", "ramp7"]  # the legend, then the cells
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_tiny_cell_on_a_gpu(kv_heads):
     case = replace(TINY, shape=replace(TINY.shape, kv_heads=kv_heads))
-    cell = grid.measure_cell(GpuBackend(), grid.grid_steps(), case)
+    cell = grid.measure_shape(GpuBackend(), cells.steps_from(grid.FIRST_STEP), case)
     assert find_error(cell, CELL) is None
     assert isinstance(cell["tflops"]["v07"], float)
     assert isinstance(cell["tflops"]["sdpa_flash"], float)

@@ -29,7 +29,7 @@ TINY = Case("tiny", Shape(1, 2, 2, 33, 33, 64), BF16, causal=True)
 
 @pytest.fixture
 def record_set(tmp_path):
-    """Loads the record set of a project with a record of small calls, changed as told."""
+    """Loads the record set of a project with a record of small calls, changed as given."""
 
     def load(**changes) -> RecordSet:
         folder = tmp_path / "profiles" / "h200"
@@ -41,7 +41,7 @@ def record_set(tmp_path):
 
 @pytest.fixture
 def without_a_gpu(monkeypatch):
-    """One of two peers is there, wrong by what is told; calls are made and not timed."""
+    """One of two peers is there, with a given error; calls are made but not timed."""
 
     def load(error, q, k, v, *, causal, without):
         assert without == ("sdpa_math",)
@@ -112,7 +112,7 @@ def test_table(record_set):
     ],
 )
 def test_what_has_changed_since_is_not_shown(record_set, changes):
-    assert tables.latency(record_set(**changes)) == "not measured since the source changed"
+    assert tables.latency(record_set(**changes)) == "stale"
 
 
 def test_without_a_record(tmp_path):

@@ -47,7 +47,7 @@ def field_names(struct: type[ctypes.Structure]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def told_by_cpp(tmp_path_factory) -> list[int]:
-    """Of each struct its size and each field's offset and size, then the magic number."""
+    """Each struct's size and its fields' offsets and sizes, then the magic number."""
     statements = []
     for name, struct in STRUCTS.items():
         statements.append(f'printf("%zu\\n", sizeof({name}));')
@@ -81,7 +81,7 @@ def test_structs_have_the_same_layout_in_python_and_cpp(told_by_cpp) -> None:
 
 
 def descriptor(blocks_per_sm: int) -> launch.LaunchDescriptor:
-    """Of a kernel that asks for a block for each 64 queries of each head."""
+    """The descriptor of a kernel with one block per 64 queries of a head."""
     descriptor = launch.LaunchDescriptor(alignment=16)
     kernel = descriptor.kernels[0]
     kernel.name = b"kernel"
@@ -112,7 +112,7 @@ def test_grid_is_limited(blocks_per_sm, multiprocessors, blocks):
 
 
 def test_seeds_differ_in_the_number_of_multiprocessors(tmp_path):
-    """By their parity, so that no result of a check depends on how many there are."""
+    """Odd seeds have one more, so that no result of a check depends on their number."""
     path = write_step(tmp_path, "grid", "if (t == 0) p.lse[block] = gridDim.x;").path
     source = path.read_text()
     path.write_text(source.replace("sizeof(Layout)}", "sizeof(Layout), .blocks_per_sm = 2}"))

@@ -119,7 +119,7 @@ sys.exit(main(["worklog", "--check"]))
 
 
 def test_worklog_is_rendered_without_torch_and_compilers(tmp_path):
-    """Whether it is up to date is for `make worklog CHECK=1` to say."""
+    """It need not be up to date: `make worklog CHECK=1` checks that."""
     run = subprocess.run(
         [sys.executable, "-c", BLOCKED],
         cwd=ROOT,

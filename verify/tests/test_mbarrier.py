@@ -41,7 +41,7 @@ PING_PONG = """
         }
     }
 """
-WAIT_EMPTY = "wait(empty, (round + 1) % 2);"  # the first time nobody has anything to read
+WAIT_EMPTY = "wait(empty, (round + 1) % 2);"  # in the first round there is nothing to read
 WAIT_FULL = "wait(full, round % 2);"
 
 
@@ -90,8 +90,8 @@ def test_a_wrong_wait_is_found(tmp_path, wrong):
 
 
 def test_a_wait_returns_false_at_times(tmp_path):
-    """Also where the phase has completed: before a barrier's phase 0 is one of parity 1. The lanes
-    of a warp fail together, in whatever order they come, warps do not; and in one of two runs each
+    """Even where the phase has completed, as the one of parity 1 before phase 0 has. The lanes of a
+    warp fail together, in whatever order they run, different warps do not; in one of two runs every
     first attempt fails."""
     body = """
     if (block) return;
@@ -119,8 +119,8 @@ def test_a_wait_returns_false_at_times(tmp_path):
 
 
 def test_a_warp_that_waits_once_is_found(tmp_path):
-    """The collective after the wait does not hide that some lanes have not waited. What they wait
-    for is in global memory, where no race is reported."""
+    """The collective after the wait does not hide that some lanes have not waited. The data is in
+    global memory, where no race is reported."""
     body = """
     if (block) return;
     if (t == 0) mbarrier_init(smem.barriers[0], 1);

@@ -156,7 +156,7 @@ Q = torch.zeros(1, 1, 2, 8, dtype=BF16)
 
 
 def test_writes_after_ldmatrix_need_a_barrier(tmp_path):
-    """Where one is missing, lanes may have yet to read what others write next."""
+    """Without one, some lanes have yet to read what others overwrite."""
     for barrier in "__syncwarp();", "":
         body = f"""
     if (block) return;

@@ -95,14 +95,14 @@ def test_patch_is_applied_by_content(tmp_path):
 
 
 def test_patch_that_does_not_apply(tmp_path):
-    with pytest.raises(UsageError, match=r"example.patch no longer applies: .* fits 0 places"):
+    with pytest.raises(UsageError, match=r"example.patch no longer applies: .* matches 0 places"):
         read_patch(write_patch(tmp_path, "not in the step", "x")).write()
 
 
 def test_patch_that_is_ambiguous(tmp_path):
     path = tmp_path / "v01_example.patch"
     path.write_text("--- a/steps/v01_naive.cu\n+++ b/steps/v01_naive.cu\n@@ -1 +1 @@\n-}\n+\n")
-    with pytest.raises(UsageError, match=r"no longer applies: .* fits \d+ places"):
+    with pytest.raises(UsageError, match=r"no longer applies: .* matches \d+ places"):
         read_patch(path).write()
 
 

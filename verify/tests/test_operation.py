@@ -56,11 +56,24 @@ def test_oracle_and_yardstick_give_the_outputs(operation: Operation) -> None:
         assert [o.shape for o in outputs] == [e.shape for e in expected]
 
 
-def test_flops_are_those_of_the_products() -> None:
-    shape = Shape(2, 4, 2, 30, 50, 8)
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "scores"),
+    [(40, 40, 800), (30, 50, 30 * 20 + 450), (50, 30, 450), (1, 50, 49.5), (50, 1, 0.5)],
+)
+def test_flops_are_those_of_the_products(seq_q: int, seq_k: int, scores: float) -> None:
+    """A causal mask leaves half of a square and, where there are more keys, what is before it."""
+    shape = Shape(2, 4, 2, seq_q, seq_k, 8)
     full, causal = Problem(shape, "bf16"), Problem(shape, "bf16", causal=True)
-    assert FORWARD.flops(full) == 2 * FORWARD.flops(causal) == 2 * 2 * (2 * 4 * 30 * 50 * 8)
-    assert GRADIENT_OF_Q.flops(full) == 3 * 2 * (2 * 4 * 30 * 50 * 8)
+    assert FORWARD.flops(full) == 2 * 2 * (2 * 4 * seq_q * seq_k * 8)
+    assert FORWARD.flops(causal) == 2 * 2 * (2 * 4 * scores * 8)
+    assert GRADIENT_OF_Q.flops(causal) == 3 * 2 * (2 * 4 * scores * 8)
+
+
+def test_flops_of_a_mask_are_those_of_the_visible_keys() -> None:
+    """But for the diagonal, half of which the convention leaves out."""
+    visible = torch.ones(30, 50).tril(diagonal=50 - 30).sum().item()
+    flops = FORWARD.flops(Problem(Shape(1, 1, 1, 30, 50, 8), "bf16", causal=True))
+    assert flops == 4 * 8 * (visible - 30 / 2)
 
 
 def test_another_operation_is_packed() -> None:

@@ -35,7 +35,7 @@ OLDEST = all_steps()[0]
 
 
 def overlapping(shape, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row begins one element after the row before: no output can lie like that."""
+    """Each row begins one element after the one before: no output can have this layout."""
     storage = torch.zeros(shape[2] + shape[3], **options)
     return storage, storage.as_strided(shape, (0, 0, 1, 1))
 
@@ -175,7 +175,7 @@ def test_every_way_to_a_derivative_is_refused(way: str, sum_of_outputs) -> None:
 @pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("way", [way for way in DERIVATIVES if way not in NOT_OF_COMPILED])
 def test_a_derivative_of_what_is_compiled_is_refused(way: str, is_warm, sum_of_outputs) -> None:
-    """torch.compile puts its own words around ours where it finds out first."""
+    """Where torch.compile notices first, its error contains our message."""
     message, differentiate = DERIVATIVES[way]
     function, q = sum_of_outputs
     torch.compiler.reset()
@@ -208,7 +208,7 @@ def test_any_input_and_the_operator_itself(name: str) -> None:
 
 
 def test_a_subclass_that_requires_grad_is_refused() -> None:
-    """What it wraps does not require grad."""
+    """The tensor that it wraps does not require grad."""
 
     class Wrapper(torch.Tensor):
         @staticmethod
@@ -404,7 +404,7 @@ def test_a_cache_drops_its_oldest(monkeypatch) -> None:
 
 
 def test_what_a_cache_drops_may_use_it(monkeypatch) -> None:
-    """Destroying a value can run anything, also a collection of garbage."""
+    """Destroying a value can run arbitrary code, garbage collection included."""
     monkeypatch.setattr(cache, "MAX_ENTRIES", 1)
     kept = cache.Cache()
 
@@ -422,7 +422,7 @@ def test_what_a_cache_drops_may_use_it(monkeypatch) -> None:
 
 
 class FakeBackend:
-    """Is slow to come up, as a CUDA context is, and owns what it loads."""
+    """Takes long to initialize, as a CUDA context does, and owns what it loads."""
 
     made = 0
 
@@ -520,7 +520,7 @@ for mine in outputs:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_threads_drop_calls_of_one_another(device: str) -> None:
-    """In a process of its own, which ends: PyCUDA would say on stderr what it cannot unload."""
+    """In a separate process that ends: PyCUDA reports on stderr what it cannot unload."""
     command = [sys.executable, "-c", THREADS, device]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -303,7 +303,7 @@ NO_RACE = {
 
 
 def bodies() -> list[str]:
-    """Of all scenarios: right ones, then wrong ones."""
+    """The code of all scenarios: right ones, then wrong ones."""
     right = [pair.body.replace("ORDER", order) for pair in PAIRS for order in pair.right]
     wrong = [pair.body.replace("ORDER", order) for pair in PAIRS for order in pair.wrong]
     # Where scenarios end alike, clang++ would compile that once, for no line: the comments differ.
@@ -344,7 +344,7 @@ def test_what_is_ordered_is_no_race(races_step, name):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_not_ordered_is_a_race(races_step, name):
-    """In every order of threads, with the lines of both accesses."""
+    """It is reported in every order of threads, with the lines of both accesses."""
     scenario = len(RIGHT) + WRONG.index(name)
     lines = races_step.path.read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith(f"case {scenario}:"))
@@ -366,7 +366,7 @@ def test_what_is_not_ordered_is_a_race(races_step, name):
 
 
 def test_blocks_do_not_race(tmp_path):
-    """Nor does what a thread does after the last barrier of a block and in the next one."""
+    """Accesses after a block's last barrier do not race with the next block's either."""
     body = """
     smem.first[t] = t;
     __syncthreads();

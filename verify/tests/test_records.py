@@ -34,6 +34,8 @@ STEP = all_steps()[0]
     [
         ("NVIDIA H200", "h200"),
         ("NVIDIA GeForce RTX 4090", "geforce_rtx_4090"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
         ("NVIDIA A100-SXM4-80GB", "a100_sxm4_80gb"),
         ("Tesla T4", "tesla_t4"),
     ],

@@ -104,7 +104,7 @@ def test_written_gaps_are_counted_from_the_start():
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_layouts_lie_alike_on_every_device(axis):
-    """Where there is a GPU, the gaps are storage."""
+    """The same shapes and strides, although on a GPU the gaps are part of the storage."""
     shape, options = (2, 3, 5, 64), {"dtype": BF16}
     storage, view = far(axis)(shape, device="meta", **options)
     _, on_cpu = far(axis)(shape, device="cpu", **options)
@@ -204,7 +204,7 @@ def test_outputs_far_apart_come_back(tmp_path, seed, sanitize):
 
 
 def test_gaps_take_no_memory(tmp_path, monkeypatch):
-    """Neither in this process, nor in the request, nor in the program."""
+    """They take none in this process, in the request and in the program."""
     step = write_step(tmp_path, "copy", COPY)
     run(step, CpuBackend())
     unit = 1 if sys.platform == "darwin" else 1024

@@ -114,7 +114,7 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch) -> None:
     driver = MagicMock()
     driver.cuDriverGetVersion.return_value = 0, 12020
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
-    with pytest.raises(UsageError, match=r"driver is of CUDA 12\.2: install one of CUDA 12\.4"):
+    with pytest.raises(UsageError, match=r"driver is for CUDA 12\.2: install one for CUDA 12\.4"):
         bindings()
     driver.cuDriverGetVersion.return_value = 0, 12040
     assert bindings() is driver
@@ -126,7 +126,7 @@ def test_a_call_of_the_driver_that_fails_is_named(monkeypatch) -> None:
     driver.cuLibraryUnload.return_value = (SimpleNamespace(name="CUDA_ERROR_INVALID_HANDLE"),)
     monkeypatch.setattr("common.runtime.driver.bindings", lambda: driver)
     assert call("cuKernelGetParamInfo", "kernel", 0) == (128, 768)
-    with pytest.raises(RuntimeError, match="cuLibraryUnload says CUDA_ERROR_INVALID_HANDLE"):
+    with pytest.raises(RuntimeError, match="cuLibraryUnload returned CUDA_ERROR_INVALID_HANDLE"):
         call("cuLibraryUnload", "library")
 
 
@@ -136,7 +136,7 @@ def test_what_the_driver_refuses_is_named(monkeypatch) -> None:
     monkeypatch.setattr("common.runtime.tensor_map.bindings", lambda: driver)
     maps = maps_of(torch.zeros(2, 1, 7, 64, dtype=BF16), Box(16, 64, B128))
     message = (
-        r"v08 copies k by a tensor map, and the driver makes none \(CUDA_ERROR_INVALID_VALUE\) of "
+        r"v08 copies k by a tensor map, and the driver rejects one \(CUDA_ERROR_INVALID_VALUE\) of "
         r"sizes \(64, 7, 1, 2\) with strides of \(128, 0, 896\) bytes: pass k.contiguous\(\)"
     )
     with pytest.raises(UsageError, match=message):

@@ -27,7 +27,7 @@ from common.record_schema import TIMELINE_RECORD
 from common.records import read_records, write_record
 from common.report.diagrams.svg import WIDTH
 from common.report.record_set import Recorded, load_record_set
-from common.report.timeline_plot import draw_timeline
+from common.report.timeline_plot import LEFT, busy_times, clocks_a_product, render_timelines
 from common.runtime.build import build_cubin, nvcc, parse_resources
 from common.runtime.cpu import CpuBackend
 from common.step import Step
@@ -35,11 +35,8 @@ from verify.cases import Case, Shape
 from verify.check import check_case
 from verify.tests.fake_records import fake_record, fake_static_record, fake_timeline
 
-PATCHED = [
-    find_step(path) for path in sorted((ROOT / "common" / "bench" / "timelines").glob("*.patch"))
-]
-PATCHED_NAMES = [step.name for step in PATCHED]
-V09, V09_PATCHED = find_step("v09"), PATCHED[0]
+PATCHES = sorted((ROOT / "common" / "bench" / "timelines").glob("*.patch"))
+V09, V09_PATCHED = find_step("v09"), find_step(PATCHES[0])
 # Three tiles for each of four heads: with two multiprocessors two of them for a block that stays.
 CASE = replace(Case.of("headline", COUNTED), shape=Shape(1, 4, 4, 128, 384, 128))
 SVG = "{http://www.w3.org/2000/svg}"
@@ -50,7 +47,11 @@ def taken(patched: Step = V09_PATCHED) -> torch.Tensor:
     return take_samples(CpuBackend(), patched, CASE, CASE.make("cpu"))
 
 
-@pytest.mark.parametrize("patched", PATCHED, ids=PATCHED_NAMES)
+@pytest.fixture(params=PATCHES, ids=lambda path: path.stem)
+def patched(request):
+    return find_step(request.param)
+
+
 def test_the_patched_step_is_right(patched):
     result = check_case(patched, CASE, (CpuBackend(0), CpuBackend(1)))
     assert result.passed, str(result)
@@ -64,11 +65,9 @@ def test_a_block_without_a_tile_takes_no_samples(seed):
     assert (samples == -1).all()
 
 
-@pytest.mark.parametrize(
-    ("patched", "last_tile"), list(zip(PATCHED, (2, 1), strict=True)), ids=PATCHED_NAMES
-)
-def test_samples_become_clocks(patched, last_tile):
+def test_samples_become_clocks(patched):
     """v10's samples begin with the second tile of a work, and end with the first of the next."""
+    last_tile = {"v09": 2, "v10": 1}[patched.name]
     record = read_samples(taken(patched))
     assert list(record["clocks"]) == ["producer", "consumer 0", "consumer 1"]
     assert record["clocks"]["producer"]["load K"][0] == 0
@@ -129,7 +128,6 @@ def test_samples_out_of_order_are_named(tile, warpgroup, event, time, told):
         read_samples(samples)
 
 
-@pytest.mark.parametrize("patched", PATCHED, ids=PATCHED_NAMES)
 def test_the_patch_costs_no_local_memory(patched):
     try:
         nvcc()
@@ -141,14 +139,18 @@ def test_the_patch_costs_no_local_memory(patched):
         assert spill_bytes(asdict(resources)) == resources.stack_bytes == 0
 
 
+def draw(record: dict, stale: frozenset[str] = frozenset()) -> str:
+    return render_timelines(Recorded({"v09": record}, stale))["v09.svg"]
+
+
 @pytest.fixture
 def drawn():
-    return ElementTree.fromstring(draw_timeline(fake_timeline(V09_PATCHED), stale=False))
+    return ElementTree.fromstring(draw(fake_timeline(V09_PATCHED)))
 
 
 def test_figure_shows_the_recorded_times(drawn):
     """The window begins as consumer 0 starts S of tile 13, and takes six tiles of 2200 clocks."""
-    scale = (WIDTH - 24 - 96) / (6 * 2200)
+    scale = (WIDTH - 24 - LEFT) / (6 * 2200)
     boxes = [
         [float(box.get(key)) for key in ("x", "y", "width", "height")]
         for box in drawn.iter(f"{SVG}rect")
@@ -156,14 +158,14 @@ def test_figure_shows_the_recorded_times(drawn):
     ]
     rows = {}
     for x, y, width, _ in boxes:
-        assert x >= 96 or y > 300  # the legend stands below
+        assert x >= LEFT or y > 350  # the legend stands below
         assert x + width <= WIDTH - 24 + 0.1
         rows.setdefault(y, []).append((x, width))
     products = next(row for row in rows.values() if len(row) == 12)  # of consumer 0
     (first_s, *_), (first_pv, *_) = products[:6], products[6:]
-    assert first_s == pytest.approx((96, 600 * scale), abs=0.2)
+    assert first_s == pytest.approx((LEFT, 600 * scale), abs=0.2)
     # From the end of S(13), as PV(12) starts before it.
-    assert first_pv == pytest.approx((96 + 600 * scale, 550 * scale), abs=0.2)
+    assert first_pv == pytest.approx((LEFT + 600 * scale, 550 * scale), abs=0.2)
     texts = [text.text for text in drawn.iter(f"{SVG}text")]
     assert "v09, one block on an NVIDIA H200: a tile every 2200 clocks" in texts
     assert {"13", "18", "12000"} <= set(texts)
@@ -171,17 +173,81 @@ def test_figure_shows_the_recorded_times(drawn):
 
 
 def test_figure_shows_where_o_is_written():
-    """In the window, which begins at clock 30100, between two softmaxes."""
+    """It lies between two softmaxes in the window, which begins at clock 30100."""
     record = fake_timeline(V09_PATCHED)
     output = {"tile": 15, "start": 2200 * 16 + 3200, "end": 2200 * 16 + 4000}
     outputs = record["outputs"] | {"consumer 0": [output, *record["outputs"]["consumer 0"]]}
-    svg = draw_timeline(record | {"outputs": outputs}, stale=False)
-    scale = (WIDTH - 24 - 96) / (6 * 2200)
+    svg = draw(record | {"outputs": outputs})
+    scale = (WIDTH - 24 - LEFT) / (6 * 2200)
     (o,) = [text for text in ElementTree.fromstring(svg).iter(f"{SVG}text") if text.text == "O"]
-    middle = 96 + (2200 * 16 + 3600 - 30100) * scale
+    middle = LEFT + (2200 * 16 + 3600 - 30100) * scale
     assert float(o.get("x")) == pytest.approx(middle, abs=0.2)
     softmax = (text for text in ElementTree.fromstring(svg).iter(f"{SVG}text") if text.text == "16")
     assert o.get("y") in [text.get("y") for text in softmax]
+
+
+def rows_of(svg: str) -> dict[float, list[tuple[float, float]]]:
+    """Left and width of the boxes of each row, by its top."""
+    rows: dict[float, list[tuple[float, float]]] = {}
+    for box in ElementTree.fromstring(svg).iter(f"{SVG}rect"):
+        if box.get("y"):
+            place = float(box.get("x")), float(box.get("width"))
+            rows.setdefault(float(box.get("y")), []).append(place)
+    return rows
+
+
+def test_tensor_cores_are_busy_with_one_product_after_another():
+    """[64, 128] by [128, 128] takes 512 clocks. Each consumer starts two, 100 clocks apart."""
+    *_, busy, _legend = rows_of(draw(fake_timeline(V09_PATCHED))).values()
+    scale = (WIDTH - 24 - LEFT) / (6 * 2200)
+    assert len(busy) == 12
+    for n, box in enumerate(busy):
+        assert box == pytest.approx((LEFT + 1100 * n * scale, 1024 * scale), abs=0.2)
+
+
+RECORDED = read_records(ROOT / "profiles" / "h200" / "timelines", TIMELINE_RECORD)
+
+
+@pytest.mark.parametrize("record", RECORDED.values(), ids=RECORDED)
+def test_a_product_is_not_seen_done_before_the_tensor_cores_have_done_it(record):
+    """Of the committed records: after each busy time, or at its end, a product is seen done."""
+    consumers = [clocks for who, clocks in record["clocks"].items() if who != "producer"]
+    products = sorted(
+        (start, end)
+        for clocks in consumers
+        for what in ("S", "PV")
+        for start, end in zip(clocks[f"start {what}"], clocks[f"end {what}"], strict=True)
+    )
+    intervals = busy_times([start for start, _ in products], clocks_a_product(record))
+    assert sum(end - start for start, end in intervals) == 512 * len(products)
+    for first, last in intervals:
+        inside = [end for start, end in products if first <= start <= last]
+        assert max(inside) >= last
+
+
+def test_all_timelines_show_as_many_clocks():
+    slow = fake_timeline(V09_PATCHED)
+    fast = fake_timeline(V09_PATCHED)
+    fast["clocks"] = {
+        who: {event: [time // 2 for time in times] for event, times in clocks.items()}
+        for who, clocks in slow["clocks"].items()
+    }
+    svgs = render_timelines(Recorded({"v09": slow, "v10": fast}, frozenset()))
+    assert svgs["v09.svg"] == draw(slow)
+    softmax = [sorted(rows_of(svgs[name]).values(), key=len)[-1] for name in ("v09.svg", "v10.svg")]
+    assert len(softmax[1]) >= 2 * len(softmax[0]) - 2
+
+
+def test_tiles_are_counted_in_their_work_tile():
+    """Where the samples begin within one and end within the next."""
+    record = fake_timeline(V09_PATCHED)
+    record["outputs"] = {
+        who: [output | {"tile": 15} for output in outputs]
+        for who, outputs in record["outputs"].items()
+    }
+    texts = [text.text for text in ElementTree.fromstring(draw(record)).iter(f"{SVG}text")]
+    assert {"29", "30", "31", "0", "1", "2"} <= set(texts)
+    assert not {"13", "14", "15", "16", "17"} & set(texts)
 
 
 def test_boxes_of_a_row_do_not_overlap(drawn):
@@ -190,7 +256,7 @@ def test_boxes_of_a_row_do_not_overlap(drawn):
         if box.get("y"):
             left = float(box.get("x"))
             rows.setdefault(box.get("y"), []).append((left, left + float(box.get("width"))))
-    assert len(rows) == 4 + 2 * 2 + 1
+    assert len(rows) == 4 + 2 * 2 + 1 + 1
     for row in rows.values():
         row.sort()
         assert all(one[1] <= other[0] + 0.1 for one, other in pairwise(row))
@@ -213,7 +279,7 @@ def test_record_set_has_the_timeline(root):
     record = fake_timeline(V09_PATCHED) | {"code_sha256": "0" * 64}
     write_record(root / "profiles/h200/timelines/v09.json", record)
     assert timelines().stale == {"v09"}
-    assert "v09 (stale), one block" in draw_timeline(record, stale=True)
+    assert "v09 (stale), one block" in draw(record, frozenset({"v09"}))
     (root / "common/bench/timelines/v09.patch").unlink()
     assert timelines().records == {}
 
@@ -246,7 +312,7 @@ def test_a_record_has_the_tiles_that_are_shown(tmp_path, tiles, read):
     write_record(tmp_path / "v09.json", record)
     if read:
         assert read_records(tmp_path, TIMELINE_RECORD) == {"v09": record}
-        assert draw_timeline(record, stale=False)
+        assert draw(record)
     else:
         with pytest.raises(UsageError, match="clocks cannot be"):
             read_records(tmp_path, TIMELINE_RECORD)
@@ -272,7 +338,7 @@ def test_profile_takes_the_timeline_along(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", PATCHED_NAMES)
+@pytest.mark.parametrize("name", [path.stem for path in PATCHES])
 def test_record_on_a_gpu(tmp_path, name):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip(f"{name} needs exactly sm_90a")

@@ -27,7 +27,7 @@ def run_little(folder, body: str, *, threads: int, seeds: int = 4, num_lse: int 
 
 @pytest.mark.parametrize("barrier", ["bar_sync(1, 64);", ""])
 def test_a_barrier_of_some_warps(tmp_path, barrier):
-    """Warps 0 and 1 give each other numbers; the others do not come."""
+    """Warps 0 and 1 exchange numbers; the others take no part."""
     body = f"""
     if (t >= 64) return;
     for (int i = 0; i < 20; ++i) {{
@@ -88,7 +88,7 @@ def test_who_arrives_does_not_wait(tmp_path, full):
 
 
 def test_barriers_do_not_mix(tmp_path):
-    """Each pair of warps has its own."""
+    """Each pair of warps uses a barrier of its own."""
     body = """
     const int pair = t / 64;
     x[t] = t;
@@ -107,7 +107,7 @@ def test_arrivals_may_be_left(tmp_path):
 
 
 def test_registers_come_from_others(tmp_path):
-    """Of 384 threads each has 168 registers: two warpgroups take 240 when the third has left 24."""
+    """384 threads have 168 registers each: two warpgroups take 240 once the third keeps only 24."""
     body = """
     if (t == 0) x[0] = 0;
     __syncthreads();
@@ -203,21 +203,21 @@ FAULTS = [
     Fault(
         "warps_of_different_numbers",
         "bar_sync(1, t < 32 ? 64 : 96);",
-        r"threads disagree .*: bar_sync @ .*: barrier 1 of (64|96) threads, while \d+ have come to "
-        "it as one of (64|96)",
+        r"threads disagree .*: bar_sync @ .*: barrier 1 of (64|96) threads, while \d+ have arrived "
+        "at it as one of (64|96)",
     ),
     Fault("half_a_warp", "if (t < 16) bar_sync(1, 64);", r"lane that has exited .*\n.* bar_sync @"),
     Fault(
         "missing_warp",
         "if (t < 64) bar_sync(7, 96);",
         r"deadlock .*\n  threads 0-63 wait at bar_sync @\n  threads 64-383 have exited\n"
-        "  barrier 7: 64 of 96 threads have come",
+        "  barrier 7: 64 of 96 threads have arrived",
     ),
     Fault(
         "syncthreads_instead",
         "if (t < 64) bar_sync(7, 384); else __syncthreads();",
         r"deadlock .*\n  threads 0-63 wait at bar_sync @\n  threads 64-383 wait at __syncthreads @"
-        r"\n  barrier 7: 64 of 384 threads have come",
+        r"\n  barrier 7: 64 of 384 threads have arrived",
     ),
 ]
 

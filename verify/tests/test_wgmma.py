@@ -97,7 +97,7 @@ LANDED = [
      "wgmma_wait_group<1>(d); show(); wgmma_wait_group<0>();", 16, None),
     ("wgmma_fence(d); product(d); commit(); wgmma_fence(e); product(e); commit();"
      "wgmma_wait_group<0>(d, e);", 16, 16),
-    # What is in no group does not land; it is in the next one.
+    # A product in no group does not land; it joins the next group.
     ("wgmma_fence(d); product(d); wgmma_wait_group<0>(); show(); commit();"
      "wgmma_wait_group<0>();", None, 0),
     # Empty groups count.
@@ -172,8 +172,8 @@ def run_seeds(step: Step, count: int = 12) -> set[float | str]:
     ids=["right", "no barrier before", "no barrier after"],
 )
 def test_operands_stay_until_the_product_has_landed(tmp_path, before, after, right):
-    """A missing barrier lets another warp write an operand before a warp's issue, or between that
-    and its wait."""
+    """A missing barrier lets another warp write an operand before a warp issues its product, or
+    between issue and wait."""
     body = (
         SETUP
         + f"""

@@ -170,7 +170,7 @@ __device__ float* dump(float* to, Matrix... matrix) {
     ids=["after_store", "after_load", "before_load", "before_store"],
 )
 def test_other_lanes_need_a_barrier(tmp_path, body, expected):
-    """Before they access what was stored or loaded, and after they did what is to be."""
+    """It separates a matrix's load or store from other lanes' accesses before and after."""
     right = []
     for barrier in "__syncwarp();", "":
         text = "    Accumulator acc;" + body.replace("BARRIER", barrier)

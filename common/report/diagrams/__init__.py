@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from . import ampere, hopper
+from . import ampere, blocks, hopper, softmax
+from .svg import files
 
 
 def figures() -> dict[str, str]:
     """SVG text by the file name in figures/."""
-    return ampere.figures() | hopper.figures()
+    return files(softmax.figures() | blocks.figures() | ampere.figures() | hopper.figures())

@@ -21,12 +21,13 @@ from .fragments import (
     wavefronts,
 )
 from .svg import (
-    ACCENT,
     BANK_COLORS,
     EMPTY,
     INK,
     LANE,
     MUTED,
+    NONE,
+    RED,
     SMALL,
     TINTS,
     TITLE,
@@ -47,14 +48,14 @@ ElementOf = Callable[[int, int], Element]  # lane, half ->
 AddressOf = Callable[[int, int], int]  # row, chunk ->
 
 
-def figures() -> dict[str, str]:
-    """SVG text by file name."""
+def figures() -> dict[str, Drawing]:
+    """The drawings by the names of their files."""
     return {
-        "mma_m16n8k16.svg": _mma(),
-        "accumulator_to_a.svg": _accumulator_to_a(),
-        "ldmatrix.svg": _ldmatrix(),
-        "swizzle_banks.svg": _swizzle_banks(),
-        "async_timeline.svg": _async_timeline(),
+        "mma_m16n8k16": _mma(),
+        "accumulator_to_a": _accumulator_to_a(),
+        "ldmatrix": _ldmatrix(),
+        "swizzle_banks": _swizzle_banks(),
+        "async_timeline": _async_timeline(),
     }
 
 
@@ -73,7 +74,7 @@ def _d_pair(lane: int, pair: int) -> list[Element]:
     return [d_fragment(lane, 2 * pair + i) for i in range(2)]
 
 
-def _mma() -> str:
+def _mma() -> Drawing:
     """A at the left, B above and D between them, as in a product on paper."""
     drawing = Drawing(764)
     left, right, top, bottom = 44, 540, 54, 432
@@ -95,7 +96,7 @@ def _mma() -> str:
         matrix.columns(columns)
         drawing.text(x, y - 32, title, TITLE, bold=True)
     _lane_registers(drawing, left, top - 32)
-    return drawing.svg()
+    return drawing
 
 
 def _lane_registers(drawing: Drawing, x: float, y: float) -> None:
@@ -126,7 +127,7 @@ def _lane_registers(drawing: Drawing, x: float, y: float) -> None:
         drawing.cell(x + 58 + 31 * i, y + 304, 31, 20, tint, f"{i}")
 
 
-def _accumulator_to_a() -> str:
+def _accumulator_to_a() -> Drawing:
     """Quarters of 16 columns of S beside the quarters of A that the same registers hold."""
     drawing = Drawing(440)
     for title, left, is_a in (
@@ -152,10 +153,10 @@ def _accumulator_to_a() -> str:
     for y in (160, 352):
         drawing.text(411, y - 14, "cvt_rn_x2", SMALL, anchor="middle")
         drawing.line(382, y, 440, y, arrow=True)
-    return drawing.svg()
+    return drawing
 
 
-def _ldmatrix() -> str:
+def _ldmatrix() -> Drawing:
     """K and V in shared memory: which lane addresses a row, and which receives an element."""
     drawing = Drawing(862)
     for name, top, wrapper, product, row_of, element_of in (
@@ -166,7 +167,7 @@ def _ldmatrix() -> str:
         _named_and_received(drawing, top + 64, row_of, element_of)
         _received_by_lane(drawing, 572, top + 64, name, row_of, element_of)
         drawing.text(572, top + 252, product)
-    return drawing.svg()
+    return drawing
 
 
 def _named_and_received(drawing: Drawing, top: float, row_of: RowOf, element_of: ElementOf) -> None:
@@ -182,7 +183,7 @@ def _named_and_received(drawing: Drawing, top: float, row_of: RowOf, element_of:
         for lane in range(8 * m, 8 * m + 8):
             row = row_of(lane)[0]
             middle = y + (row - key + 0.5) * 19
-            style = {"color": ACCENT, "bold": True} if lane == LANE else {}
+            style = {"color": RED, "bold": True} if lane == LANE else {}
             drawing.text(x - 18, middle, f"T{lane}", SMALL, anchor="end", **style)
             drawing.line(x - 16, middle, x - 3, middle, arrow=True)
             if not d:
@@ -215,7 +216,7 @@ def _range(first: int) -> str:
     return f"{first}–{first + 7}"
 
 
-def _swizzle_banks() -> str:
+def _swizzle_banks() -> Drawing:
     """Three tiles as they lie in memory, and the wavefronts that read an 8x8 matrix of each."""
     drawing = Drawing(528)
     x = 44
@@ -232,7 +233,7 @@ def _swizzle_banks() -> str:
     for group, color in enumerate(BANK_COLORS):
         text = f"banks {4 * group}–{4 * group + 3}"
         drawing.cell(44 + 94 * group, 486, 94, 22, color, text)
-    return drawing.svg()
+    return drawing
 
 
 def _memory(drawing: Drawing, x: float, y: float, address_of: AddressOf, chunks_a_row: int) -> None:
@@ -252,7 +253,7 @@ def _memory(drawing: Drawing, x: float, y: float, address_of: AddressOf, chunks_
             if chunk == READ_CHUNK:
                 outlined.append(corner)
     for left, top in outlined:
-        drawing.box(left + 1, top + 1, 25, 20, "none", INK, 2)
+        drawing.box(left + 1, top + 1, 25, 20, NONE, INK, 2)
 
 
 def _wavefronts(drawing: Drawing, x: float, y: float, address_of: AddressOf) -> None:
@@ -271,7 +272,7 @@ def _wavefronts(drawing: Drawing, x: float, y: float, address_of: AddressOf) -> 
                 drawing.box(left, top, 27, 22, EMPTY)
 
 
-def _async_timeline() -> str:
+def _async_timeline() -> Drawing:
     """The first tiles of a block: v06 copies or computes, v07 does both."""
     drawing = Drawing(340)
     x, tiles = 104, range(4)
@@ -298,7 +299,7 @@ def _async_timeline() -> str:
     text = "Barriers: 1 = all have read the tile before, 2 = the tile is complete"
     drawing.text(178, 314, text, color=MUTED)
     drawing.text(WIDTH - 38, 314, "schematic, one block", color=MUTED, anchor="end")
-    return drawing.svg()
+    return drawing
 
 
 def _timeline(

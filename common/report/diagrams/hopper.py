@@ -25,6 +25,7 @@ from .svg import (
     INK,
     LANE,
     MUTED,
+    NONE,
     SMALL,
     TINTS,
     TITLE,
@@ -44,16 +45,16 @@ COPY, READ = 104, 120  # width of a tile in pixels, not to scale
 PARITY_COLORS = (TINTS[1], TINTS[3])
 
 
-def figures() -> dict[str, str]:
-    """SVG text by file name."""
+def figures() -> dict[str, Drawing]:
+    """The drawings by the names of their files."""
     return {
-        "wgmma_descriptor.svg": _wgmma_descriptor(),
-        "wgmma_accumulator.svg": _wgmma_accumulator(),
-        "mbarrier_phases.svg": _mbarrier_phases(),
+        "wgmma_descriptor": _wgmma_descriptor(),
+        "wgmma_accumulator": _wgmma_accumulator(),
+        "mbarrier_phases": _mbarrier_phases(),
     }
 
 
-def _wgmma_descriptor() -> str:
+def _wgmma_descriptor() -> Drawing:
     """Tiles of K and V as TMA writes them, and what the descriptor of one wgmma selects."""
     drawing = Drawing(914)
     k, v = k_major(KEYS, STEP), mn_major(KEYS, STEP)
@@ -83,7 +84,7 @@ def _wgmma_descriptor() -> str:
     drawing.text(
         280, 894, "what one wgmma reads; chunk c of a row lies at place c ^ (key % 8)", color=MUTED
     )
-    return drawing.svg()
+    return drawing
 
 
 def _tile(drawing: Drawing, y: float, operand: Descriptor, size: int, shown: range) -> None:
@@ -152,7 +153,7 @@ def _range(first: int, count: int) -> str:
     return f"{first}–{first + count - 1}" if count > 1 else f"{first}"
 
 
-def _wgmma_accumulator() -> str:
+def _wgmma_accumulator() -> Drawing:
     """Who holds D [64, N]: all of it in boxes [8, 8], and 16 columns of one warp."""
     drawing = Drawing(462)
     _warpgroup(drawing, 96, 80)
@@ -168,7 +169,7 @@ def _wgmma_accumulator() -> str:
     drawing.text(44, 324, text, bold=True)
     titles = ("lower half", "upper half")
     register_table(drawing, 44, 350, 30, titles, [row(quarter) for quarter in range(4)])
-    return drawing.svg()
+    return drawing
 
 
 def _pair(lane: int, tile: int, lower: int) -> list[tuple[int, int]]:
@@ -191,7 +192,7 @@ def _warpgroup(drawing: Drawing, x: float, y: float) -> None:
             drawing.text(x - 8, top + 17, f"warp {warp}", anchor="end")
             drawing.text(x - 8, top + 34, _range(row, 16), SMALL, MUTED, anchor="end")
     row, column = wgmma_d(32 * WARP, 2 * PAIR, 0)
-    drawing.box(x + column * 2.25, y + row * 3.25, 36, 52, "none", INK, 2)
+    drawing.box(x + column * 2.25, y + row * 3.25, 36, 52, NONE, INK, 2)
 
 
 def _two_tiles(drawing: Drawing, x: float, y: float) -> None:
@@ -215,7 +216,7 @@ def _two_tiles(drawing: Drawing, x: float, y: float) -> None:
         drawing.text(left + 88, top - (12 if lower else 26), name, bold=True, anchor="middle")
 
 
-def _mbarrier_phases() -> str:
+def _mbarrier_phases() -> Drawing:
     """The first tiles of a stage: who waits for which phase of its two barriers."""
     drawing = Drawing(386)
     x, y = 104, 62
@@ -265,7 +266,7 @@ def _mbarrier_phases() -> str:
     )
     for n, note in enumerate(notes):
         drawing.text(18, 308 + 20 * n, note, color=MUTED)
-    return drawing.svg()
+    return drawing
 
 
 def _phases(drawing: Drawing, y: float, times: Sequence[float]) -> None:

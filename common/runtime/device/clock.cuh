@@ -3,7 +3,7 @@
 #pragma once
 #include "attention.cuh"
 
-// Clocks since some moment: the same moment for all threads of a block.
+// Clock cycles since a moment that is the same for all threads of a block.
 __device__ inline int64_t mov_clock64() {
     int64_t clocks;
     asm volatile("mov.u64 %0, %%clock64;" : "=l"(clocks)::"memory");

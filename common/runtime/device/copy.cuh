@@ -3,7 +3,7 @@
 #pragma once
 #include "attention.cuh"
 
-// VEC elements, as they are, in one 16-byte access; p must be 16-byte aligned.
+// VEC elements, unconverted, in one 16-byte access; p must be 16-byte aligned.
 __device__ inline uint4 load_uint4(const Element* p) { return *reinterpret_cast<const uint4*>(p); }
 __device__ inline void store_uint4(Element* p, uint4 x) { *reinterpret_cast<uint4*>(p) = x; }
 
@@ -16,7 +16,7 @@ __device__ inline void cp_async_cg(Element* to_shared, const Element* from_globa
                  : "memory");
 }
 
-// The copies that this thread has started since its last group become its next group.
+// Commits the copies that this thread has started since its last group as its next group.
 __device__ inline void cp_async_commit_group() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }

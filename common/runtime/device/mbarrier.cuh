@@ -13,12 +13,12 @@ __device__ inline void mbarrier_init(Mbarrier& barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(count) : "memory");
 }
 
-// Makes the mbarriers that this thread has initialized known to the copy engine.
+// Makes the mbarriers that this thread has initialized visible to the async proxy, that is to TMA.
 __device__ inline void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives. What this thread has done with memory is seen by who waits for the phase.
+// Arrives. This thread's earlier memory accesses are visible to whoever waits for the phase.
 __device__ inline void mbarrier_arrive(Mbarrier& barrier) {
     const uint32_t address = __cvta_generic_to_shared(&barrier);
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");

@@ -20,9 +20,9 @@ __device__ inline void cp_async_bulk_tensor_load(Element* to_shared, const Tenso
         : "memory");
 }
 
-// Starts a copy of a box from shared memory to the tensor, what lies past the tensor's ends left out:
-// before its beginning no box may start. It reads what other instructions have written there only
-// after fence_proxy_async.
+// Starts a copy of a box from shared memory to the tensor, without what lies past the tensor's end;
+// no box may start before its beginning. The copy sees what ordinary stores have written to shared
+// memory only after fence_proxy_async.
 __device__ inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, int row, int head,
                                                   int batch, const Element* from_shared) {
     const uint32_t from = __cvta_generic_to_shared(from_shared);
@@ -33,7 +33,7 @@ __device__ inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, i
         : "memory");
 }
 
-// The stores that this thread has started since its last group become its next group.
+// Commits the stores that this thread has started since its last group as its next group.
 __device__ inline void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -46,14 +46,14 @@ __device__ void cp_async_bulk_wait_group_read() {
 }
 
 // Waits until all but this thread's PENDING latest groups have written the tensor, too: stores of
-// different groups are in no order otherwise.
+// different groups are not ordered otherwise.
 template <int PENDING>
 __device__ void cp_async_bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// What this thread has written to shared memory by ordinary instructions is seen by the copy engine
-// and by wgmma, once a barrier has told them of it.
+// Makes this thread's ordinary stores to shared memory visible to the async proxy (TMA, wgmma) in
+// all threads that a barrier then tells of them.
 __device__ inline void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

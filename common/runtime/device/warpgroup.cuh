@@ -1,11 +1,11 @@
-// What a block of several warpgroups, 128 threads each, needs to give them different work: registers
-// that move from one to another (sm_90a), and barriers for some of the block's threads.
+// What warp specialization needs in a block of several warpgroups, 128 threads each: registers that
+// move from one to another (sm_90a), and barriers for some of the block's threads.
 // common/runtime/simt/warpgroup.cuh is the twin for the host compiler.
 #pragma once
 #include "attention.cuh"
 
-// The warpgroup gives back what it has beyond REGISTERS a thread, or takes more, for which it waits.
-// A multiple of 8 from 24 to 256; a thread starts with as many as __launch_bounds__ leaves it.
+// Sets the warpgroup's registers per thread, a multiple of 8 from 24 to 256: dec releases those
+// beyond REGISTERS, inc waits for more. A thread starts with as many as __launch_bounds__ allows.
 template <int REGISTERS>
 __device__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -54,7 +54,7 @@ __device__ void wgmma_fence(Registers&... used) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// The wgmma that have been started since the last group become the next group.
+// Commits the wgmma that have been started since the last group as the next group.
 __device__ inline void wgmma_commit_group() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }

@@ -36,5 +36,5 @@ void note_write(const void* address, size_t bytes);
 }  // namespace simt
 
 // For functions in headers that report their accesses to shared memory themselves, or have none: the
-// compiler reports none of theirs. It inlines in them only functions that are marked as well.
+// compiler does not instrument them. It inlines in them only functions that are marked as well.
 #define SIMT_UNTRACKED __attribute__((no_sanitize("thread")))

@@ -54,7 +54,7 @@ void collective(Group& group, const Operation& operation, Complete complete) {
     collective(group, operation, nothing, [&](auto) { complete(); });
 }
 
-// Reports where the threads of a group have brought different payloads.
+// Reports threads of a group that bring different payloads.
 template <typename Payload>
 void require_same(const Group& group, const Operation& operation, Payloads<Payload> threads) {
     for (int i = 1; i < group.num_threads; ++i) {

@@ -28,8 +28,8 @@ inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
 
 inline float to_float(fp16 x) {
-    // Exponent and mantissa in their float places are a number 2^112 too small, also where fp16 is
-    // subnormal.
+    // Exponent and mantissa, moved to their places in a float, give a number that is 2^112 too
+    // small, also where fp16 is subnormal.
     const float magnitude = std::bit_cast<float>((x.bits & 0x7fffu) << 13) * 0x1p112f;
     uint32_t bits = std::bit_cast<uint32_t>(magnitude);
     if (magnitude >= 0x1p16f) bits |= 0x7f800000;  // infinity and NaN

@@ -89,7 +89,7 @@ void Fiber::switch_to(Fiber& from, Fiber& to) {
     switching_to = &to;
     sanitizer_start_switch(to.stack, to.stack_bytes);
     simt_switch_stack(&from.stack_pointer, to.stack_pointer);
-    // Some other fiber has come back to `from`.
+    // Another fiber has switched back to `from`.
     sanitizer_finish_switch(&switching_from->stack, &switching_from->stack_bytes);
 }
 

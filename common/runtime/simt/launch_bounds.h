@@ -30,9 +30,9 @@ class LaunchBounds {
 
 }  // namespace simt
 
-// Stands between a kernel's `void` and its name, which it does not learn: it ends that declaration,
-// as one of a function that nobody defines, and begins the kernel's again, in a section of its own.
-// The linker defines __start_ and __stop_ of a section.
+// Stands between a kernel's `void` and its name, which the macro cannot see: it turns what precedes
+// into the declaration of a function that nobody defines, and starts the kernel's again in a
+// section of its own. The linker defines __start_ and __stop_ of a section.
 #if defined(__ELF__)
 #define __launch_bounds__(...) SIMT_LAUNCH_BOUNDS_AT(__LINE__, __VA_ARGS__)
 #define SIMT_LAUNCH_BOUNDS_AT(line, ...) SIMT_LAUNCH_BOUNDS(line, __VA_ARGS__)

@@ -12,7 +12,7 @@ void warp_instruction(const char* name, Site site, Payload& payload, Complete co
     collective(warp_for(operation), operation, payload, complete);
 }
 
-// A warp accesses a row of 16 bytes for each lane: which lanes do is not documented.
+// A warp accesses a row of 16 bytes for each lane; which lanes do so is not documented.
 template <typename Payload>
 void track_rows(Access access, Payloads<Payload> lanes, Site site) {
     Races& races = Worker::current()->races();

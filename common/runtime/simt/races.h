@@ -1,21 +1,21 @@
 // Finds data races in shared memory: two threads access the same bytes, one of them writes, and
-// nothing orders the two. In which order they happened to run does not matter: a missing barrier
-// shows although a vote, or the scheduler, took its place.
+// nothing orders the two. The order in which they happen to run does not matter: a missing barrier
+// is found even where a vote, or the scheduler, stood in for it.
 //
 // Each thread has a vector clock: of every other thread, the latest epoch whose accesses come before
 // its own next one (Flanagan and Freund, FastTrack, PLDI 2009). Barriers pass on what a thread knows:
 // __syncthreads, __syncwarp, named barriers and mbarriers. Shuffles, votes, matrix instructions and
 // setmaxnreg do not, since CUDA does not promise that they order memory.
 //
-// A step is compiled with -fsanitize=thread, which has the compiler call a function before each
-// access; races.cpp defines those functions. What the runtime accesses in a step's place goes through
-// track() of access.h.
+// A step is compiled with -fsanitize=thread, which makes the compiler call a function before each
+// access; races.cpp defines those functions. Accesses that the runtime makes on a step's behalf go
+// through track() of access.h.
 //
-// Not seen are races
-// - with an earlier one of several readers: known are the last writer of each two bytes and the last
-//   reader of each 16;
+// It does not find races
+// - with any but the latest of several readers: it remembers the last writer of each two bytes and
+//   the last reader of each 16;
 // - with a write of a single byte, which is compared with those but not remembered;
-// - of TMA loads and wgmma with what follows them: the destination of a load is poison until it has
+// - of TMA loads and wgmma with later accesses: the destination of a load is poison until it has
 //   landed, and what wgmma reads must not change until the product has landed;
 // - of memcpy and memset where g++ calls them: clang++ calls functions of races.cpp instead;
 // - of a step's own accesses in a build with AddressSanitizer, which excludes ThreadSanitizer.
@@ -33,12 +33,12 @@ namespace simt {
 
 class Report;
 
-// A thread begins a new one each time it passes on what it knows. All threads of a worker draw them
-// from one counter, which goes on from block to block: a barrier of the whole block then needs no
-// clocks, since what has an older epoch came before.
+// A thread begins a new epoch each time it passes on what it knows. All threads of a worker draw
+// epochs from one counter, which continues from block to block: a barrier of the whole block then
+// needs no clocks, since whatever has an older epoch came before.
 using Epoch = int32_t;
 
-// Of each thread of the block, the latest epoch that came before. May be empty: none did.
+// For each thread of the block, the latest epoch that came before. May be empty: none did.
 using Clock = std::vector<Epoch>;
 
 // What a barrier passes on.
@@ -49,7 +49,7 @@ struct Handover {
     void complete_phase() { completed = arrived; }
 };
 
-// Where in the program an access is: a site, or two return addresses, the second that of the caller
+// Where in the program an access is: a site, or two return addresses, the second one the caller's,
 // since wrappers are not always inlined. In 8 bytes: addresses become distances within the program.
 class Place {
   public:
@@ -72,7 +72,7 @@ class Place {
 
 class Races {
   public:
-    // running_thread is that of the block at any time.
+    // running_thread always is the block's running thread.
     Races(const Buffer& smem, int num_threads, const int& running_thread);
     ~Races();
     Races(const Races&) = delete;
@@ -93,21 +93,20 @@ class Races {
     // The running thread accesses bytes of shared memory.
     void access(Access access, size_t offset, size_t bytes, Place place);
 
-    // Its warp does, in an instruction that begins with begin_warp_access(), and no kernel can know
-    // which lane accesses what; but in all accesses with the same mapping each byte is the same
-    // lane's.
+    // Its warp accesses them, in an instruction that begins with begin_warp_access(). Which lane
+    // accesses what is unknown, but with the same mapping the same lane always accesses a byte.
     void begin_warp_access();
     void access_by_warp(Access access, size_t offset, size_t bytes, uint16_t mapping, Site site);
 
     // Its warp reads bytes that the runtime does not let anyone overwrite too early.
     void read_by_warp(size_t offset, size_t bytes, Site site);
 
-    // It starts a copy to these bytes, which are poison until the copy has landed.
+    // It starts a copy to these bytes, which are poison until the copy lands.
     void start_copy(size_t offset, size_t bytes, Site site);
 
   private:
     static constexpr size_t LINE_BYTES = 16;
-    static constexpr size_t GRANULE_BYTES = 2;  // elements of 16 bits may be different threads'
+    static constexpr size_t GRANULE_BYTES = 2;  // 16-bit elements may belong to different threads
     static constexpr size_t GRANULES = LINE_BYTES / GRANULE_BYTES;
 
     // A thread, or the warp that begins with it.
@@ -125,8 +124,8 @@ class Races {
         Place place;
     };
 
-    // The latest accesses to the bytes of a line. Where its granules have been written by different
-    // ones, `written` has the latest epoch only.
+    // The latest accesses to the bytes of a line. Where several have written its granules, `written`
+    // has the latest epoch only.
     struct Line {
         Event written, read;
         uint16_t read_bytes;  // bit i: that read was one of byte i
@@ -144,7 +143,7 @@ class Races {
     template <typename Function>
     void for_each_piece(size_t offset, size_t bytes, Function function);
 
-    // Of the thread; its own epoch there is not kept up to date.
+    // A thread's clock, in which its own epoch is not kept up to date.
     Epoch* clock_of(int thread) const { return clocks + thread * stride; }
 
     Party self() const { return {static_cast<uint16_t>(running_thread), false, 0}; }

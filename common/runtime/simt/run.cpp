@@ -66,7 +66,7 @@ void write_exactly(FILE* file, const void* from, size_t bytes) {
     if (fwrite(from, 1, bytes, file) != bytes) Report().add("the answer cannot be written").fail();
 }
 
-// The blocks of a launch in shuffled order; each is taken by one worker.
+// The blocks of a launch in shuffled order; one worker takes each.
 class Grid {
   public:
     explicit Grid(const Launch& launch) : launch(launch), order(launch.num_blocks) {
@@ -81,7 +81,7 @@ class Grid {
         std::vector<pthread_t> os_threads(std::min<size_t>(num_workers, order.size()));
         for (pthread_t& os_thread : os_threads) {
             if (pthread_create(&os_thread, nullptr, run_worker, this))
-                Report().add("no OS thread to be had").fail();
+                Report().add("cannot create an OS thread").fail();
         }
         for (pthread_t os_thread : os_threads) pthread_join(os_thread, nullptr);
     }

@@ -67,8 +67,8 @@ class Worker {
     // True once in n calls on average.
     bool once_in(int n) { return random.below(n) == 0; }
 
-    // True for one in n keys on average, whichever thread of a warp asks and whenever it does: for
-    // what befalls the lanes of a warp together.
+    // True for one in n keys on average, whichever thread of a warp asks and whenever: for events
+    // that happen to all lanes of a warp together.
     bool once_in_for_warp(int n, uint64_t key) const {
         return mix(block_seed + running / WARP_SIZE, key) % n == 0;
     }

@@ -1,4 +1,4 @@
-// A thread of a block, and what it does together with others.
+// A thread of a block, and the operations that threads execute together.
 #pragma once
 #include <stdint.h>
 

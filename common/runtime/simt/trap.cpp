@@ -145,7 +145,7 @@ void handle_fault(int signal, siginfo_t* info, void* context) {
     report_access(*worker, static_cast<const std::byte*>(info->si_addr), context);
 }
 
-// Says what the OS thread that was interrupted is doing, or that it has done so for too long.
+// Reports what the interrupted OS thread is doing, or that it has taken too long.
 void handle_alarm(int, siginfo_t*, void* context) {
     const int seconds = now_s() - start_s;
     if (const Worker* worker = Worker::current()) {

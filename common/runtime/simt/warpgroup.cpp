@@ -74,7 +74,7 @@ Arrival arrive(const char* name, int id, int num_threads, Site site) {
         NamedBarrier& barrier = worker.named_barrier(id);
         if (barrier.arrived && barrier.expected != num_threads) {
             operation_fault("threads disagree", operation)
-                .add(": barrier %d of %d threads, while %d have come to it as one of %d", id,
+                .add(": barrier %d of %d threads, while %d have arrived at it as one of %d", id,
                      num_threads, barrier.arrived, barrier.expected)
                 .fail();
         }

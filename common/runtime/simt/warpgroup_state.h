@@ -21,7 +21,7 @@ struct NamedBarrier {
     Handover handover = {};
 
     void describe(Report& report, int id) const {
-        report.add("\n  barrier %d: %d of %d threads have come", id, arrived, expected);
+        report.add("\n  barrier %d: %d of %d threads have arrived", id, arrived, expected);
     }
 };
 

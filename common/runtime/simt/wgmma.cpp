@@ -114,8 +114,8 @@ void join_accumulator(WgmmaState& wgmma, Payloads<WgmmaShare> lanes) {
     wgmma.accumulators.push_back(d);
 }
 
-// Lane 4 g + t holds in a[i] the elements k and k + 1 of row r, r = g + 8 (i % 2), k = 2 t + 8 (i /
-// 2).
+// Lane 4 g + t holds in a[i] the elements k and k + 1 of row r: r = g + 8 (i % 2),
+// k = 2 t + 8 (i / 2).
 template <typename T>
 std::vector<float> read_registers(const uint32_t (&a)[WARP_SIZE][4]) {
     std::vector<float> matrix(WGMMA_K * WARP_ROWS);

@@ -1,0 +1,113 @@
+"""What a record of many cells is made of; each cell is an interleaved run of its own.
+
+The keys of a cell, beside those that say what it is:
+
+tflops     the median rate of each step, then of each peer, or why it is missing
+routes     which code a peer runs
+errors     of each step and peer: the largest absolute difference from the float64 oracle
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from verify.accuracy import Expected
+from verify.cases import Case
+from verify.inputs import Inputs
+
+from ..catalog import steps_to_run
+from ..errors import UsageError
+from ..operation import FORWARD
+from ..record_schema import Form
+from ..records import read_replaced
+from ..runtime.gpu import GpuBackend
+from ..step import Step
+from .peers import Peer, load
+from .timing import time_rounds
+from .trial import describe_cell, require_right, try_call, try_steps
+
+WITHOUT = ("sdpa_math",)  # holds all scores: nobody would choose it for these lengths
+
+# Rounds of a cell: as many as its share of the time allows, between bounds.
+CELL_SECONDS = 3.0
+LEAST_ROUNDS, MOST_ROUNDS = 10, 30
+
+
+def steps_from(first: str) -> list[Step]:
+    """The steps of the forward ladder from one on."""
+    steps = [step for step in steps_to_run() if step.operation == FORWARD]
+    return [step for step in steps if step.name >= first]
+
+
+def build_all(backend: GpuBackend, steps: Iterable[Step], cases: Iterable[Case]) -> None:
+    """Compiles the steps for all cases at once, so that the device waits for no compiler after."""
+    specs = dict.fromkeys(case.specialization for case in cases)
+    jobs = [job for job in product(steps, specs) if not job[0].limits.refusal(job[1])]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda job: backend.build(*job), jobs))
+
+
+def measure_cell(
+    backend: GpuBackend, steps: Sequence[Step], case: Case, inputs: Inputs, expected: Expected
+) -> dict:
+    """An entry of a record's cells. All of o and lse is checked before anything is timed.
+
+    Raises UsageError where no step runs, or where a step or a peer is wrong.
+    """
+    trials, missing = try_steps(backend, steps, case, inputs, expected.outputs)
+    if not trials:
+        raise UsageError("; ".join(missing.values()))
+    peers = load(*inputs, causal=case.causal, without=WITHOUT)
+    for name, peer in peers.items():
+        if isinstance(peer, Peer):
+            trials[name] = try_call(peer.forward, FORWARD, expected.outputs)
+        else:
+            missing[name] = peer
+    for name, trial in trials.items():
+        require_right(name, trial.errors, case, expected)
+    calls = {name: trial.call for name, trial in trials.items()}
+    timed = time_rounds(calls, rounds=affordable_rounds(_seconds(calls.values())))
+    flops = FORWARD.flops(case.problem)
+    outcomes = {
+        name: trial.outcome(timed.samples_ms[name], flops) for name, trial in trials.items()
+    }
+    return {
+        **describe_cell(case, timed.environment),
+        "tflops": {
+            name: outcomes[name]["tflops"] if name in outcomes else {"missing": missing[name]}
+            for name in (*(step.name for step in steps), *peers)
+        },
+        "routes": {name: peer.route for name, peer in peers.items() if isinstance(peer, Peer)},
+        "errors": {name: trial.errors for name, trial in trials.items()},
+        "samples_ms": timed.samples_ms,
+    }
+
+
+def affordable_rounds(round_seconds: float) -> int:
+    """As many rounds of that length as CELL_SECONDS allows, between the bounds."""
+    return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(CELL_SECONDS / round_seconds)))
+
+
+def _seconds(calls: Iterable[Callable[[], object]]) -> float:
+    """Host time of one round, until the device has finished."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def keep_previous(path: Path, previous: Path, form: Form, sources: dict) -> None:
+    """Renames the record of the run before if it was of these sources; removes any older one."""
+    previous.unlink(missing_ok=True)
+    record = read_replaced(path, form)
+    if record and record["sources"] == sources:
+        path.replace(previous)
