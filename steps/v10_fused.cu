@@ -1,24 +1,22 @@
 // v10 -- a persistent kernel: one pipeline from a block's first tile to its last
-// change: an SM keeps its block, which computes one work tile after another: S of the next work tile
-//     is multiplied while O of the last is written; with a causal mask long and short work tiles
-//     alternate, and a warpgroup passes over a tile of keys that is hidden from it
+// change: a block for each SM computes one work tile after another, and S of the next is multiplied
+//     while O of the last is written; with a causal mask long and short work tiles alternate, and a
+//     warpgroup passes over tiles of keys that are hidden from it; three consumers up to head_dim 96
 // why: in v09 an SM starts and ends each block with nothing to multiply, and with a causal mask the
 //     longest blocks start last; predicted: 1.05 times v09, 1.15 with a causal mask
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 //
-// One consumer's products on the tensor cores, and what it does meanwhile, for work tiles a and b of
-// n tiles of keys each. The other consumers do the same, each in its turn.
+// What one consumer has the tensor cores multiply, and what it does meanwhile, for work tiles a and b
+// of n tiles of keys each. The other consumers do the same, each in its turn.
 //
-//     products            meanwhile
-//     S0 of a             nothing: only a block's first work tile begins like this
-//                         softmax of tile 0
-//     S1, O += P0 V0      softmax of tile 1, as soon as S1 is there
-//     S2, O += P1 V1      softmax of tile 2
+//     S of a's tile 0                  nothing: only a block's first work tile begins like this
+//     nothing                          softmax of tile 0
+//     S of tile 1, O += P V of 0       softmax of tile 1, as soon as its S is there
+//     S of tile 2, O += P V of 1       softmax of tile 2
 //     ...
-//     O += Pn-1 Vn-1      (started together with the next)
-//     S0 of b             O of a is scaled and leaves by TMA
-//                         softmax of tile 0
-//     S1, O += P0 V0      ...
+//     O += P V of n - 1, S of b's 0    O of a is divided by l and leaves, while S is multiplied
+//     nothing                          softmax of b's tile 0
+//     S of tile 1, O += P V of 0       ...
 #include "mma.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
@@ -153,8 +151,8 @@ __device__ void wait_for(Mbarrier& barrier, int phase) {
     }
 }
 
-// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros where the tensor ends, and
-// announces its bytes to the barrier. For one thread.
+// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros past its ends, and
+// announces its bytes to the barrier. Called by one thread.
 template <int ROWS>
 __device__ void load_tile(Element (*tile)[ROWS][PANEL], const TensorMap& map, int row, int head,
                           int batch, Mbarrier& full) {
@@ -190,11 +188,15 @@ static_assert(!CAUSAL || BLOCK_M - 64 <= MOST_HIDDEN * BLOCK_N);
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
-    // The same in all lanes; the shuffles tell the compiler so.
+    // Uniform across the warp; the shuffles tell the compiler so.
     const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
     const int lane = threadIdx.x % 32;
 
     if (threadIdx.x == PRODUCER) {
+        prefetch_tensormap(p.k_map);
+        prefetch_tensormap(p.q_map);
+        prefetch_tensormap(p.v_map);
+        prefetch_tensormap(p.o_map);
 #pragma unroll
         for (int stage = 0; stage < Q_STAGES; ++stage) {
             mbarrier_init(smem.q_full[stage], 1);
@@ -254,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     // ======== the consumers: a warpgroup computes 64 rows of each work tile ========
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int warp = uniform(threadIdx.x / 32), warpgroup = warp / 4;
-    const int group_row = 64 * warpgroup;  // of the block, the warpgroup's first
+    const int group_row = 64 * warpgroup;  // the warpgroup's first row in the block
     const int warp_row = 16 * warp;        // and the warp's
     const auto release = [&](Mbarrier& empty) {
         if (lane == 0) mbarrier_arrive(empty);
@@ -267,8 +269,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
 
     const float scale_log2 = p.softmax_scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s)
-    // A lane's elements of S and O: of the rows 8 r + lane / 4 of its warp's 16, in
-    // s_acc[n][2 r + i] and o_acc[n][2 r + i], the columns 8 n + 2 (lane % 4) + i.
+    // A lane's s_acc[n][2 r + i] and o_acc[n][2 r + i], with r and i 0 or 1, are the elements of S
+    // and O in row 8 r + lane / 4 of its warp's 16 and column 8 n + 2 (lane % 4) + i.
     float o_acc[DIM / 8][4] = {};
     float row_max[2];  // m, in units of log2
     float row_sum[2];  // this lane's share of l, at last all of it
@@ -370,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
     };
 
-    // P as wgmma wants its operand A.
+    // P in the layout of wgmma's operand A.
     const auto convert_p = [&] {
 #pragma unroll
         for (int j = 0; j < BLOCK_N / 16; ++j)
@@ -443,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 const int d = (FIRST_O_PANEL - first) * PANEL + 8 * n + lane / 16 * 8;
                 stmatrix_x4(swizzled(smem.q_o, warp_row + lane % 16, d), o_frag);
             }
-            fence_proxy_async();  // of each writer, before the barrier
+            fence_proxy_async();  // by each writer, before the barrier
             __syncwarp();
             if (lane == 0 && warp_start >= 0) {
 #pragma unroll

@@ -1,39 +1,48 @@
 // v11 -- a softmax without a running maximum
-// change: P = 2^(S - m) with m from a row's first tile of keys, for all of its tiles; only where P
-//     leaves its format's range is m raised, and P, O and l are scaled, as late as that is known
+// change: P = 2^(S - m) with m from a row's first tile of keys, for all of its tiles; where P leaves
+//     its range, m is raised, and P, O and l are scaled, after the fact
 // why: in v10 a consumer's softmax takes longer than the other's products, since its instructions
 //     share the registers' ports with wgmma: without running maxima and rescaling there are 3.5 an
-//     element instead of 5.5; predicted: 1.15 times v10, on logits that do not rise much
+//     element instead of 5.5; predicted: 1.15 times v10 where logits do not rise much
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "mma.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
 
-constexpr int CONSUMERS = HEAD_DIM <= 64 ? 3 : 2;  // warpgroups that compute; one more copies
+constexpr int CONSUMERS = HEAD_DIM <= 96 ? 3 : 2;  // warpgroups that compute; one more copies
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER = 128 * CONSUMERS;  // the thread that starts all copies
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
-constexpr int BLOCK_M = 64 * CONSUMERS;              // query rows, 64 a warpgroup
-constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
-constexpr int NUM_STAGES = HEAD_DIM <= 64 ? 3 : 2;   // tiles of K, and of V, in shared memory
+constexpr int BLOCK_M = 64 * CONSUMERS;  // query rows, 64 a warpgroup
+constexpr int BLOCK_N =                  // keys of a tile
+    HEAD_DIM <= 64    ? 128
+    : HEAD_DIM <= 96  ? 96
+    : HEAD_DIM <= 128 ? 128
+    : HEAD_DIM <= 192 ? 96
+                      : 64;
+constexpr int NUM_STAGES = CONSUMERS;             // tiles of K, and of V, in shared memory
+constexpr int Q_STAGES = HEAD_DIM <= 64 ? 2 : 1;  // and of Q
 constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 // The last panels of Q are kept in registers, as many as there is room for, and O leaves through
 // their place in shared memory; without any it has a panel of its own.
-constexpr int Q_PANELS = HEAD_DIM <= 64 ? 0 : HEAD_DIM <= 128 ? 2 : 1;
+constexpr int Q_PANELS = CONSUMERS == 3 ? 0 : HEAD_DIM <= 128 ? 2 : 1;
 constexpr int Q_SMEM_DIM = (PANELS - Q_PANELS) * PANEL;  // columns of Q that wgmma reads from there
 constexpr int O_PANELS = Q_PANELS == 0 ? 1 : Q_PANELS;
+constexpr int FIRST_O_PANEL = Q_PANELS == 0 ? Q_STAGES * PANELS : PANELS - Q_PANELS;
 constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the others' follow. 0 is that of __syncthreads
-// When m is set, the largest P of the row is 2^-HEADROOM. m is raised where a lane's share of a
-// tile's sum of P exceeds MAX_SUM. fp16 holds P up to 65504, and has no exponents to spare below 1.
-// bf16 could hold far more, but V may be as large as 2^127: with sums of at most 2^-20, O += P V
-// stays finite for 2^25 keys. What is below 2^-126 is taken as 0, 2^-62 of the row's largest or less.
-constexpr float HEADROOM = std::is_same_v<Element, fp16> ? 0.0f : 64.0f;
-constexpr float MAX_SCALED_SUM = 0x1p60f;  // one multiplication by 2^-124 still does
-constexpr float MAX_SUM = std::is_same_v<Element, fp16> ? 65504.0f : 0x1p-20f;
+
+// Where m is set, the row's largest P becomes 2^-HEADROOM, or up to twice that. It is set again where
+// a lane's share of a tile's sum of P exceeds MAX_SUM. fp16 holds P up to 65504 and has no exponents
+// to spare below 1. bf16 has, but V may be large, too: with sums of at most 2^16, O += P V stays
+// finite for |V| < 2^96 and 2^20 keys. More headroom would cost S - m, a float, its last digits.
+constexpr float HEADROOM = std::is_same_v<Element, fp16> ? 0.0f : 24.0f;
+constexpr float MAX_SUM = std::is_same_v<Element, fp16> ? 65504.0f : 0x1p16f;
+// Beyond it P cannot be brought back by one normal power of two; it may be infinite.
+constexpr float LOST_SUM = 0x1p100f;
 
 // BLOCK_M queries of a head, and how many tiles of keys they see.
 struct WorkTile {
@@ -42,26 +51,27 @@ struct WorkTile {
     int last;       // no other one follows
 };
 
-// The place of a tile in the ring of stages, by its number among all tiles of the block's work tiles.
+// The place of a tile in a ring of stages, by its number among all tiles of its kind.
+template <int STAGES>
 struct Place {
-    int tile = 0;
+    int number = 0;
 
-    __device__ int stage() const { return tile % NUM_STAGES; }
-    __device__ int phase() const { return tile / NUM_STAGES; }  // of the stage's barriers
-    __device__ Place before() const { return {tile - 1}; }
+    __device__ int stage() const { return number % STAGES; }
+    __device__ int phase() const { return number / STAGES; }  // of the stage's barriers
+    __device__ Place before() const { return {number - 1}; }
 };
 
 // Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
 template <int NUM_PANELS, int ROWS>
 using Panels = Element[NUM_PANELS][ROWS][PANEL];
 
-struct alignas(1024) SharedMemory {                   // the swizzle's pattern: 8 rows of 128 bytes
-    Panels<PANELS - Q_PANELS + O_PANELS, BLOCK_M> q;  // its last O_PANELS: where O leaves, too
+struct alignas(1024) SharedMemory {                 // the swizzle's pattern: 8 rows of 128 bytes
+    Panels<FIRST_O_PANEL + O_PANELS, BLOCK_M> q_o;  // the stages of Q; its last panels: O
     Panels<PANELS, BLOCK_N> k[NUM_STAGES];
     Panels<PANELS, BLOCK_N> v[NUM_STAGES];
-    Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
-    Mbarrier q_empty, k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every consumer warp has read it
-    WorkTile work;                                               // whose Q has arrived
+    Mbarrier q_full[Q_STAGES], k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
+    Mbarrier q_empty[Q_STAGES], k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it
+    WorkTile work[Q_STAGES];                                               // whose Q has arrived
 };
 
 extern "C" {
@@ -110,9 +120,9 @@ struct Schedule {
 
     // With a causal mask a work tile is the longer the later its queries are. Then they are sorted
     // by length within sections of whole heads, downwards in every other section, upwards in the
-    // rest, the last one downwards: so a block's long work tiles are followed by short ones.
+    // rest, the last one downwards: a block's long work tiles are followed by short ones.
     __device__ WorkTile at(int i) const {
-        int head = i / q_blocks, q_block = i % q_blocks, first_row = 0;
+        int head = i / q_blocks, q_block = i % q_blocks;
         if (CAUSAL) {
             const int section = head / section_heads, first_head = section * section_heads;
             const int heads = min(section_heads, num_heads - first_head);
@@ -121,11 +131,10 @@ struct Schedule {
             q_block = in_section / heads;
             const bool downwards = ((num_heads - 1) / section_heads - section) % 2 == 0;
             if (downwards) q_block = q_blocks - 1 - q_block;
-            // A head's block that is not full is the first, which sees the fewest keys. O leaves in
-            // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its
-            // rows.
-            first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
         }
+        // A head's block that is not full is the first, which sees the fewest keys. O leaves in
+        // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its rows.
+        const int first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
         const int q_start = first_row + q_block * BLOCK_M;
         const bool last = i + gridDim.x >= q_blocks * num_heads;
         return {q_start, head % p.heads, head / p.heads, visible_tiles(p, q_start + BLOCK_M - 1),
@@ -139,10 +148,10 @@ __device__ void wait_for(Mbarrier& barrier, int phase) {
     }
 }
 
-// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros where the tensor ends, and
-// announces its bytes to the barrier. For one thread.
-template <int NUM_PANELS, int ROWS>
-__device__ void load_tile(Panels<NUM_PANELS, ROWS>& tile, const TensorMap& map, int row, int head,
+// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros past its ends, and
+// announces its bytes to the barrier. Called by one thread.
+template <int ROWS>
+__device__ void load_tile(Element (*tile)[ROWS][PANEL], const TensorMap& map, int row, int head,
                           int batch, Mbarrier& full) {
     mbarrier_arrive_expect_tx(full, PANELS * sizeof(tile[0]));
 #pragma unroll
@@ -168,20 +177,28 @@ __device__ Element* swizzled(Panels<NUM_PANELS, ROWS>& tile, int row, int d) {
     return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
 }
 
-// With a causal mask a warpgroup may have nothing to do with the last tile, but with no other one.
-static_assert(BLOCK_M - 64 <= BLOCK_N && NUM_STAGES >= 2);
+// The last tiles of a work tile may be hidden from a warpgroup's rows. It passes over them while its
+// last product still holds a stage of V, so there must be fewer of them than stages.
+constexpr int MOST_HIDDEN = NUM_STAGES - 1;
+static_assert(!CAUSAL || BLOCK_M - 64 <= MOST_HIDDEN * BLOCK_N);
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
-    // The same in all lanes; the shuffles tell the compiler so.
+    // Uniform across the warp; the shuffles tell the compiler so.
     const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
-    const int warpgroup = uniform(threadIdx.x / 128);
     const int lane = threadIdx.x % 32;
 
     if (threadIdx.x == PRODUCER) {
-        mbarrier_init(smem.q_full, 1);
-        mbarrier_init(smem.q_empty, 4 * CONSUMERS);
+        prefetch_tensormap(p.k_map);
+        prefetch_tensormap(p.q_map);
+        prefetch_tensormap(p.v_map);
+        prefetch_tensormap(p.o_map);
+#pragma unroll
+        for (int stage = 0; stage < Q_STAGES; ++stage) {
+            mbarrier_init(smem.q_full[stage], 1);
+            mbarrier_init(smem.q_empty[stage], 4 * CONSUMERS);
+        }
 #pragma unroll
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             mbarrier_init(smem.k_full[stage], 1);
@@ -193,35 +210,37 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     }
     __syncthreads();  // the mbarriers are initialized
 
-    Place place;        // of the next tile of K; V of a tile is needed one tile later
-    int num_begun = 0;  // work tiles: phases of Q's barriers
+    Place<NUM_STAGES> place;  // of the next tile of K; V of a tile is needed one tile later
+    Place<Q_STAGES> q_place;  // of the next work tile's Q
 
     // ======== the producer: one thread copies, for all work tiles, K of a tile, then V of the tile
     // before, as the consumers need them ========
-    if (warpgroup == CONSUMERS) {
+    if (uniform(threadIdx.x / 128) == CONSUMERS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x != PRODUCER) return;
         const Schedule schedule(p);
         int v_row, v_head, v_batch;  // of the tile before
         const auto load_v = [&] {
-            const Place before = place.before();
+            const Place<NUM_STAGES> before = place.before();
             wait_for(smem.v_empty[before.stage()], before.phase() - 1);
-            load_tile<PANELS, BLOCK_N>(smem.v[before.stage()], p.v_map, v_row, v_head, v_batch,
-                                       smem.v_full[before.stage()]);
+            load_tile<BLOCK_N>(smem.v[before.stage()], p.v_map, v_row, v_head, v_batch,
+                               smem.v_full[before.stage()]);
         };
         for (int i = blockIdx.x, last = 0; !last; i += gridDim.x) {
             const WorkTile work = schedule.at(i);
             const int kv_head = work.head / (p.heads / p.kv_heads);
-            for (int tile = 0; tile < work.num_tiles; ++tile, ++place.tile) {
+            for (int tile = 0; tile < work.num_tiles; ++tile, ++place.number) {
                 wait_for(smem.k_empty[place.stage()], place.phase() - 1);
-                load_tile<PANELS, BLOCK_N>(smem.k[place.stage()], p.k_map, tile * BLOCK_N, kv_head,
-                                           work.batch, smem.k_full[place.stage()]);
-                if (place.tile > 0) load_v();
+                load_tile<BLOCK_N>(smem.k[place.stage()], p.k_map, tile * BLOCK_N, kv_head,
+                                   work.batch, smem.k_full[place.stage()]);
+                if (place.number > 0) load_v();
                 if (tile == 0) {
-                    wait_for(smem.q_empty, num_begun - 1);
-                    smem.work = work;
-                    load_tile(smem.q, p.q_map, work.q_start, work.head, work.batch, smem.q_full);
-                    ++num_begun;
+                    const int stage = q_place.stage();
+                    wait_for(smem.q_empty[stage], q_place.phase() - 1);
+                    smem.work[stage] = work;
+                    load_tile<BLOCK_M>(&smem.q_o[stage * PANELS], p.q_map, work.q_start, work.head,
+                                       work.batch, smem.q_full[stage]);
+                    ++q_place.number;
                 }
                 v_row = tile * BLOCK_N, v_head = kv_head, v_batch = work.batch;
             }
@@ -233,8 +252,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     // ======== the consumers: a warpgroup computes 64 rows of each work tile ========
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    const int group_row = 64 * warpgroup;                 // of the block, the warpgroup's first
-    const int warp_row = 16 * uniform(threadIdx.x / 32);  // and the warp's
+    const int warp = uniform(threadIdx.x / 32), warpgroup = warp / 4;
+    const int group_row = 64 * warpgroup;  // the warpgroup's first row in the block
+    const int warp_row = 16 * warp;        // and the warp's
     const auto release = [&](Mbarrier& empty) {
         if (lane == 0) mbarrier_arrive(empty);
     };
@@ -246,8 +266,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
 
     const float scale_log2 = p.softmax_scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s)
-    // A lane's elements of S and O: of the rows 8 r + lane / 4 of its warp's 16, in
-    // s_acc[n][2 r + i] and o_acc[n][2 r + i], the columns 8 n + 2 (lane % 4) + i.
+    // A lane's s_acc[n][2 r + i] and o_acc[n][2 r + i], with r and i 0 or 1, are the elements of S
+    // and O in row 8 r + lane / 4 of its warp's 16 and column 8 n + 2 (lane % 4) + i.
     float o_acc[DIM / 8][4] = {};
     float shift[2];     // m, in units of log2
     float tile_sum[2];  // this lane's share of a tile's sum of P
@@ -256,21 +276,29 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     constexpr int Q_STEPS = Q_PANELS == 0 ? 1 : (DIM - Q_SMEM_DIM) / 16;
     uint32_t q_frag[Q_STEPS][4];  // [16, 16] each, of the warp's rows
+    uint64_t q_desc;              // the warpgroup's rows of what wgmma reads from shared memory
     float s_acc[BLOCK_N / 8][4];
     uint32_t p_frag[BLOCK_N / 16][4];
+    float rescale[2];
 
     // ---- load Q: what goes to registers, and the work tile that it belongs to
     const auto load_q = [&] {
-        wait_for(smem.q_full, num_begun);
-        ++num_begun;
-        const WorkTile work = smem.work;
+        wait_for(smem.q_full[q_place.stage()], q_place.phase());
+        const WorkTile work = smem.work[q_place.stage()];
+        q_desc = k_major(smem.q_o, group_row, q_place.stage() * PANELS * PANEL);
 #pragma unroll
         for (int d = Q_SMEM_DIM; d < DIM; d += 16)
             ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
-                        swizzled(smem.q, warp_row + lane % 16, d + lane / 16 * 8));
+                        swizzled(smem.q_o, warp_row + lane % 16, d + lane / 16 * 8));
         __syncwarp();  // every lane has its elements, whose place is then O's
         return WorkTile{uniform(work.q_start), uniform(work.head), uniform(work.batch),
                         uniform(work.num_tiles), uniform(work.last)};
+    };
+
+    // Every product that reads Q from shared memory has ended.
+    const auto release_q = [&] {
+        release(smem.q_empty[q_place.stage()]);
+        ++q_place.number;
     };
 
     // ---- S = Q K^T  [BLOCK_M, BLOCK_N], [64, BLOCK_N] of it in each warpgroup
@@ -281,8 +309,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         for (int d = 0; d < HEAD_DIM; d += 16) {
             const uint64_t k_desc = k_major<PANELS, BLOCK_N>(smem.k[place.stage()], 0, d);
             if (d < Q_SMEM_DIM)
-                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(s_acc, k_major(smem.q, group_row, d),
-                                                          k_desc, d > 0);
+                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(
+                    s_acc, q_desc + (d / PANEL * sizeof(smem.q_o[0]) + 2 * (d % PANEL)) / 16,
+                    k_desc, d > 0);
             else
                 wgmma_m64nNk16<Element, K_MAJOR>(s_acc, q_frag[(d - Q_SMEM_DIM) / 16], k_desc,
                                                  d > 0);
@@ -291,8 +320,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     };
 
     // ---- softmax: P = 2^(S - m)
-    // Scales S where the exponential's multiply-add cannot, and hides keys; returns the scale that is
-    // left to do.
+    // Hides keys, and scales S where the exponential's multiply-add cannot. Returns the scale that is
+    // left for it.
     const auto scale_and_mask = [&](const WorkTile& work, int tile) {
         // The scale is part of the exponential's multiply-add. All of a row's P share the rounding
         // error of scale * max, which cancels (for logits up to 2^27). But with a negative scale the
@@ -322,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
         return tile_scale;
     };
-    // Of what s_acc holds of a row.
+    // The largest element of a row.
     const auto largest = [&](int r) {
         float x = -INFINITY;
 #pragma unroll
@@ -342,11 +371,24 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
     };
 
-    // Where S exceeds m by more than P can tell, S is lost, and K may have left shared memory: S of a tile again, from
-    // global memory, by the warp's own mma.sync.
+    // P in the layout of wgmma's operand A.
+    const auto convert_p = [&] {
+#pragma unroll
+        for (int j = 0; j < BLOCK_N / 16; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* s = &s_acc[2 * j + i / 2][2 * (i % 2)];
+                p_frag[j][i] = cvt_rn_x2<Element>(s[0], s[1]);
+            }
+    };
+
+    // S of a tile again: P has taken its place, and K may have left shared memory. So from global
+    // memory, and by mma.sync, since the warpgroup's other warps may have nothing to repair.
     const auto compute_s_again = [&](const WorkTile& work, int tile) {
         const int kv_head = work.head / (p.heads / p.kv_heads);
         const int row = work.q_start + warp_row + lane / 4, key = tile * BLOCK_N + lane / 4;
+        // Four elements of a row, zeros where it has none. A quad's lanes read 16 of them; in the
+        // sum over d the order does not matter, if it is the same for Q and K.
         const auto four = [](const Element* x, int64_t stride, int row, int rows, bool inside) {
             return inside && uint32_t(row) < uint32_t(rows)
                        ? *reinterpret_cast<const uint64_t*>(x + row * stride)
@@ -361,36 +403,39 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
             for (int i = 0; i < 4; ++i) s_acc[n][i] = 0.0f;
 #pragma unroll 1
-        for (int d = 0; d < HEAD_DIM; d += 16) {
+        for (int d = 0; d < HEAD_DIM; d += 16, q += 16, k += 16) {
             const bool inside = d + 4 * (lane % 4) < HEAD_DIM;
-            const uint64_t upper = four(q + d, p.q_stride.row, row, p.seq_q, inside),
-                           lower = four(q + d, p.q_stride.row, row + 8, p.seq_q, inside);
+            const uint64_t upper = four(q, p.q_stride.row, row, p.seq_q, inside);
+            const uint64_t lower = four(q, p.q_stride.row, row + 8, p.seq_q, inside);
             const uint32_t a[4] = {uint32_t(upper), uint32_t(lower), uint32_t(upper >> 32),
                                    uint32_t(lower >> 32)};
 #pragma unroll
             for (int n = 0; n < BLOCK_N / 8; ++n) {
-                const uint64_t b = four(k + d, p.k_stride.row, key + 8 * n, p.seq_k, inside);
+                const uint64_t b = four(k, p.k_stride.row, key + 8 * n, p.seq_k, inside);
                 mma_m16n8k16<Element>(s_acc[n], a, uint32_t(b), uint32_t(b >> 32));
             }
         }
     };
 
-    // ---- raise m to the largest S of a tile, where it is larger: alpha = 2^(m - m')
+    // ---- raise m where P has left its range: m' = m + e, and P, l and O become 2^-e times what they
+    // were. e is a whole number: that changes no digit of them. Returns whether a row of the warp has
+    // a new m; O is still to be scaled then, when no product adds to it.
     const auto raise_shift = [&](const WorkTile& work, int tile) {
-        const bool lost =
-            __any_sync(0xffffffff, tile_sum[0] > MAX_SCALED_SUM || tile_sum[1] > MAX_SCALED_SUM);
-        float tile_scale = 1.0f, rescale[2];
+        if (!__any_sync(0xffffffff, tile_sum[0] > MAX_SUM || tile_sum[1] > MAX_SUM)) return false;
+        const bool lost = __any_sync(0xffffffff, tile_sum[0] > LOST_SUM || tile_sum[1] > LOST_SUM);
+        float tile_scale = 1.0f;
         if (lost) {
             compute_s_again(work, tile);
             tile_scale = scale_and_mask(work, tile);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float x = largest(r);  // of S, or of P
-            const float tile_max = lost ? x * tile_scale : shift[r] + lg2_approx_ftz(x);
-            const float raised = fmaxf(shift[r], tile_max + HEADROOM);
-            rescale[r] = ex2_approx_ftz(shift[r] - raised);
-            shift[r] = raised;
+            // log2 of the row's largest P, or of a sum that is not much larger.
+            const float x =
+                lost ? largest(r) * tile_scale - shift[r] : lg2_approx_ftz(quad_max(tile_sum[r]));
+            const float e = fmaxf(floorf(x) + HEADROOM, 0.0f);
+            rescale[r] = ex2_approx_ftz(-e);
+            shift[r] += e;
         }
         if (lost) {
             exponentiate(tile_scale);
@@ -403,27 +448,23 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             for (int r = 0; r < 2; ++r) tile_sum[r] *= rescale[r];
         }
 #pragma unroll
+        for (int r = 0; r < 2; ++r) row_sum[r] *= rescale[r];
+        convert_p();
+        return true;
+    };
+    const auto rescale_o = [&] {
+#pragma unroll
         for (int n = 0; n < DIM / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) row_sum[r] *= rescale[r];
     };
 
-    // P as wgmma wants its operand A.
-    const auto convert_p = [&] {
-#pragma unroll
-        for (int j = 0; j < BLOCK_N / 16; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* s = &s_acc[2 * j + i / 2][2 * (i % 2)];
-                p_frag[j][i] = cvt_rn_x2<Element>(s[0], s[1]);
-            }
-    };
-
-    // The tiles that some row of the warpgroup sees.
+    // The tiles that some row of the warpgroup sees, and for a warpgroup before the first row at
+    // least as few as it can do with.
     const auto group_tiles = [&](const WorkTile& work) {
-        return visible_tiles(p, work.q_start + group_row + 63);
+        const int last_row = work.q_start + group_row + 63;
+        return CAUSAL || last_row >= 0 ? visible_tiles(p, last_row)
+                                       : max(1, work.num_tiles - MOST_HIDDEN);
     };
     // The first tile of a work tile, whose S has been started.
     const auto softmax_first = [&](const WorkTile& work) {
@@ -440,14 +481,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_sum[r] = tile_sum[r];
         convert_p();
-        if (lane == 0) cp_async_bulk_wait_group_read<0>();  // O of the work tile before has left
-        if (Q_SMEM_DIM == 0 || group_tiles(work) == 1) release(smem.q_empty);
+        if (Q_PANELS > 0 && lane == 0) cp_async_bulk_wait_group_read<0>();  // O has left Q's place
+        if (Q_SMEM_DIM == 0 || group_tiles(work) == 1) release_q();
         wait_for(smem.v_full[place.stage()], place.phase());
-        ++place.tile;
+        ++place.number;
     };
 
     // ---- O += P V  [BLOCK_M, HEAD_DIM], [64, DIM] of it in each warpgroup
-    const auto start_pv = [&](Place v, int tile) {
+    const auto start_pv = [&](Place<NUM_STAGES> v, int tile) {
         wgmma_fence(o_acc, p_frag);
 #pragma unroll
         for (int j = 0; j < BLOCK_N; j += 16)
@@ -484,17 +525,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                     const float* x = &o_acc[n + i / 2][2 * (i % 2)];
                     o_frag[i] = cvt_rn_x2<Element>(x[0] * inverse[i % 2], x[1] * inverse[i % 2]);
                 }
-                const int d = (PANELS - Q_PANELS - first) * PANEL + 8 * n + lane / 16 * 8;
-                stmatrix_x4(swizzled(smem.q, warp_row + lane % 16, d), o_frag);
+                const int d = (FIRST_O_PANEL - first) * PANEL + 8 * n + lane / 16 * 8;
+                stmatrix_x4(swizzled(smem.q_o, warp_row + lane % 16, d), o_frag);
             }
-            fence_proxy_async();  // of each writer, before the barrier
+            fence_proxy_async();  // by each writer, before the barrier
             __syncwarp();
             if (lane == 0 && warp_start >= 0) {
 #pragma unroll
                 for (int panel = first; panel < end; ++panel)
                     cp_async_bulk_tensor_store(p.o_map, PANEL * panel, warp_start, work.head,
                                                work.batch,
-                                               smem.q[PANELS - Q_PANELS + panel - first][warp_row]);
+                                               smem.q_o[FIRST_O_PANEL + panel - first][warp_row]);
                 cp_async_bulk_commit_group();
             }
         }
@@ -516,29 +557,30 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     for (;;) {
         // ---- for each K/V tile
         const int last_tile = group_tiles(work) - 1;
-        for (int tile = 1; tile <= last_tile; ++tile, ++place.tile) {
+        bool raised = false;
+        for (int tile = 1; tile <= last_tile; ++tile, ++place.number) {
             wait_for_turn();
             start_s();
+            if (raised) rescale_o();  // while S is multiplied
             start_pv(place.before(), tile - 1);
             pass_turn();
             wgmma_wait_group<1>(s_acc);
             release(smem.k_empty[place.stage()]);
-            if (Q_SMEM_DIM > 0 && tile == last_tile) release(smem.q_empty);
+            if (Q_SMEM_DIM > 0 && tile == last_tile) release_q();
             exponentiate(scale_and_mask(work, tile));  // while O += P V runs
-            const bool high = tile_sum[0] > MAX_SUM || tile_sum[1] > MAX_SUM;
-            const bool some_high = __any_sync(0xffffffff, high);
             // The wait for V stands here because ptxas moves no code across a loop that waits:
             // without it, ptxas lets all of the softmax wait for O.
             wait_for(smem.v_full[place.stage()], place.phase());
             wgmma_wait_group<0>(o_acc, p_frag);
             release(smem.v_empty[place.before().stage()]);
-            if (some_high) raise_shift(work, tile);
+            convert_p();
+            raised = raise_shift(work, tile);
 #pragma unroll
             for (int r = 0; r < 2; ++r) row_sum[r] += tile_sum[r];
-            convert_p();
         }
-        const Place last_v = place.before();
-        if (CAUSAL && last_tile < work.num_tiles - 1) {  // the others' last tile
+        const Place<NUM_STAGES> last_v = place.before();
+        for (int tile = last_tile + 1; tile < work.num_tiles; ++tile, ++place.number) {
+            // The others' tile.
             wait_for_turn();
             pass_turn();
             wait_for(smem.k_full[place.stage()], place.phase());
@@ -547,8 +589,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             wait_for(smem.v_full[place.stage()], place.phase());
             __syncwarp();  // likewise
             release(smem.v_empty[place.stage()]);
-            ++place.tile;
         }
+        if (raised) rescale_o();
         const WorkTile done = work;
         wait_for_turn();
         // O += P V is started in either branch: ptxas serializes a wgmma that is under way where

@@ -4,6 +4,11 @@
 #pragma once
 #include "mbarrier.cuh"
 
+// Starts to fetch the map, which the first copy would wait for.
+__device__ inline void prefetch_tensormap(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // Starts a copy of the map's box, whose first element is the tensor's element (d, row, head, batch),
 // to shared memory: the box's rows one after another, swizzled as the map says, zeros where the box
 // lies outside of the tensor. Its bytes, zeros too, count towards the barrier's phase.
