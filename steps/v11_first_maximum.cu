@@ -539,13 +539,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 cp_async_bulk_commit_group();
             }
         }
-        // log sum exp = (m + log2 l) ln 2; -inf where no key is visible. Of the 4 lanes that know m
-        // and l of two rows, two write one each. After O, whose fence would wait for this store, too.
+        // log sum exp = (m + log2 l) ln 2, of both without the headroom: the logarithm is most exact
+        // near 1. -inf where no key is visible. Of the 4 lanes that know m and l of two rows, two
+        // write one each. After O, whose fence would wait for this store, too.
         const int r = lane % 4, row = warp_start + 8 * r + lane / 4;
         if (r < 2 && 0 <= row && row < p.seq_q) {
             const float l = r == 0 ? row_sum[0] : row_sum[1], m = r == 0 ? shift[0] : shift[1];
             p.lse[(int64_t(work.batch) * p.heads + work.head) * p.seq_q + row] =
-                l == 0.0f ? -INFINITY : (m + lg2_approx_ftz(l)) * LN_2;
+                l == 0.0f ? -INFINITY
+                          : (m - HEADROOM + lg2_approx_ftz(l * ex2_approx_ftz(HEADROOM))) * LN_2;
         }
     };
 
