@@ -39,7 +39,7 @@ constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the others' follow. 0 is tha
 // a lane's share of a tile's sum of P exceeds MAX_SUM. fp16 holds P up to 65504 and has no exponents
 // to spare below 1. bf16 has, but V may be large, too: with sums of at most 2^16, O += P V stays
 // finite for |V| < 2^96 and 2^20 keys. More headroom would cost S - m, a float, its last digits.
-constexpr float HEADROOM = std::is_same_v<Element, fp16> ? 0.0f : 24.0f;
+constexpr int HEADROOM = std::is_same_v<Element, fp16> ? 0 : 24;
 constexpr float MAX_SUM = std::is_same_v<Element, fp16> ? 65504.0f : 0x1p16f;
 // Beyond it P cannot be brought back by one normal power of two; it may be infinite.
 constexpr float LOST_SUM = 0x1p100f;
@@ -430,11 +430,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            // log2 of the row's largest P, or of a sum that is not much larger.
-            const float x =
-                lost ? largest(r) * tile_scale - shift[r] : lg2_approx_ftz(quad_max(tile_sum[r]));
-            const float e = fmaxf(floorf(x) + HEADROOM, 0.0f);
-            rescale[r] = ex2_approx_ftz(-e);
+            float e;
+            if (lost) {
+                e = fmaxf(floorf(largest(r) * tile_scale - shift[r]) + HEADROOM, 0.0f);
+                rescale[r] = ex2_approx_ftz(-e);
+            } else {
+                // floor(log2) of a sum that is not much larger than the row's largest P, and 2^-e, by
+                // the exponent's bits: lg2 and ex2 would queue behind other warps' exponentials.
+                const int exponent = (__float_as_int(quad_max(tile_sum[r])) >> 23) - 127;
+                const int whole = max(exponent + HEADROOM, 0);
+                rescale[r] = __int_as_float((127 - whole) << 23);
+                e = whole;
+            }
             shift[r] += e;
         }
         if (lost) {

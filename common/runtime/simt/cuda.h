@@ -38,6 +38,9 @@ struct alignas(16) uint4 {
 
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
+inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
+inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+
 // As in CUDA, the minimum (or maximum) of a number and NaN is the number.
 template <typename A, typename B>
 std::common_type_t<A, B> min(A a, B b) {
