@@ -312,6 +312,13 @@ CASES = (
         layouts=(transposed, padded, packed, contiguous),
         softmax_scale=-0.125,
     ),
+    Case(
+        "walks_far_apart",
+        Shape(1, 1, 1, 33, 257, 64),
+        BF16,
+        inputs=walks(-60, 120, -220),
+        layouts=(far(2),) * 4,
+    ),
     # Ordinary numbers, of which `make bench DIST=1` tells the speed.
     Case("normal_4", Shape(1, 1, 1, 200, 300, 64), FP16, inputs=normal_logits(4)),
     Case("normal_16", Shape(1, 1, 1, 200, 300, 64), BF16, inputs=normal_logits(16)),
