@@ -44,6 +44,7 @@ from verify.inputs import (
     subnormal_values,
     sudden_in_late_heads,
     sudden_logits,
+    walks,
 )
 from verify.layouts import (
     Layout,
@@ -290,6 +291,34 @@ CASES = (
     Case("graded_huge_values", Shape(1, 7, 7, 40, 300, 64), BF16, inputs=graded(30, 90, 2.0**60)),
     # The maximum of a long row far above, and far behind, all that a part of a block has seen.
     Case("late_maximum", Shape(1, 1, 1, 21, 1100, 64), BF16, inputs=graded(280, 280)),
+    # Rows that rise and fall in different tiles: by powers of two that P may take in float, and by
+    # such that it may not; with a mask, with the strides of neither K nor V, with a negative scale.
+    Case("walks", Shape(1, 2, 1, 70, 520, 64), FP16, inputs=walks(2, 25)),
+    Case("walks_huge_values", Shape(1, 1, 1, 70, 520, 64), BF16, inputs=walks(4, 20, 0, 2.0**80)),
+    Case("walks_tiny_values", Shape(1, 1, 1, 70, 520, 64), BF16, inputs=walks(4, 20, 0, 2.0**-60)),
+    Case("walks_far", Shape(1, 2, 2, 70, 520, 64), BF16, inputs=walks(-60, 120, -220)),
+    Case(
+        "walks_far_causal",
+        Shape(1, 2, 1, 210, 330, 64),
+        BF16,
+        causal=True,
+        inputs=walks(-40, 120, -240),
+    ),
+    Case(
+        "walks_far_strided",
+        Shape(2, 4, 2, 35, 330, 72),
+        FP16,
+        inputs=walks(-40, 120, -240),
+        layouts=(transposed, padded, packed, contiguous),
+        softmax_scale=-0.125,
+    ),
+    Case(
+        "walks_far_apart",
+        Shape(1, 1, 1, 33, 257, 64),
+        BF16,
+        inputs=walks(-60, 120, -220),
+        layouts=(far(2),) * 4,
+    ),
     # Ordinary numbers, of which `make bench DIST=1` tells the speed.
     Case("normal_4", Shape(1, 1, 1, 200, 300, 64), FP16, inputs=normal_logits(4)),
     Case("normal_16", Shape(1, 1, 1, 200, 300, 64), BF16, inputs=normal_logits(16)),

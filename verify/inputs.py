@@ -155,6 +155,29 @@ def end_of_fp16(case: Case, rng: torch.Generator) -> Inputs:
     return signs.expand(shape.q), k, torch.randn(shape.kv, generator=rng)
 
 
+def walks(
+    low: int, high: int, start: int = 0, v_factor: float = 1
+) -> Callable[[Case, torch.Generator], Inputs]:
+    """Each row's logits take steps of low to high at keys of their own, one in 100, from start on.
+
+    So some rows of a tile rise, at different keys and by different amounts, where others fall or
+    stay. q picks out a column of k, which holds the logits: integers from -256 to 256, exact in
+    bf16 and fp16 when the scale is a power of two.
+    """
+
+    def inputs(case: Case, rng: torch.Generator) -> Inputs:
+        shape = case.shape
+        steps = torch.randint(low, high + 1, shape.kv, generator=rng)
+        steps *= torch.rand(shape.kv, generator=rng) < 0.01
+        noise = torch.randint(4, shape.kv, generator=rng)
+        k = (start + steps.cumsum(2) - noise).clamp(-256, 256).float()
+        columns = torch.randint(shape.head_dim, shape.q[:3], generator=rng)
+        q = torch.nn.functional.one_hot(columns, shape.head_dim) / case.scale
+        return q, k, v_factor * torch.randn(shape.kv, generator=rng)
+
+    return inputs
+
+
 def staircase(case: Case, rng: torch.Generator) -> Inputs:
     """Logits rise by scale * head_dim every 128 keys, v is about 1.
 

@@ -66,8 +66,8 @@ def test_a_block_without_a_tile_takes_no_samples(seed):
 
 
 def test_samples_become_clocks(patched):
-    """v10's samples begin with the second tile of a work, and end with the first of the next."""
-    last_tile = {"v09": 2, "v10": 1}[patched.name]
+    """A persistent step's begin within one work tile and end with the next one's first tile."""
+    last_tile = {"v09": 2, "v10": 1, "v11": 1}[patched.name]
     record = read_samples(taken(patched))
     assert list(record["clocks"]) == ["producer", "consumer 0", "consumer 1"]
     assert record["clocks"]["producer"]["load K"][0] == 0
