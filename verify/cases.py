@@ -276,6 +276,8 @@ CASES = (
     Case("many_blocks", Shape(1, 2, 1, 2500, 140, 8), BF16, causal=True),
     # Several rounds, and a second pass over some of them, without a mask.
     Case("rounds", Shape(2, 10, 5, 130, 300, 80), BF16, inputs=sudden_logits),
+    # The same where Q is in registers and O leaves from its place in shared memory.
+    Case("wide_rounds", Shape(2, 3, 3, 40, 140, 128), BF16),
     Case(
         "staircase", Shape(1, 1, 1, 21, 4099, 64), BF16, inputs=staircase, softmax_scale=0.0018 / 64
     ),
