@@ -63,8 +63,10 @@ void add_code(Report& report, uintptr_t code) {
 
 // Adds where the running thread was interrupted and the calls that led there, as describe_calls()
 // does. All is compiled with frame pointers: each points to the caller's, which lies below the
-// return address.
-void describe_code(Report& report, const Worker& worker, const void* context) {
+// return address. AddressSanitizer does not look: it may itself have been interrupted, while it marks
+// the stack.
+[[gnu::no_sanitize("address")]] void describe_code(Report& report, const Worker& worker,
+                                                   const void* context) {
     constexpr int MAX_CALLS = 16;
     auto [pc, frame, stack, link] = code_registers(context);
     report.add(" <code");
