@@ -33,7 +33,16 @@ from .timeline_plot import render_timelines
 
 REQUIRED_TABLES = {
     "README.md": ("results", "grid"),
-    "worklog.md": ("results", "memory", "peers", "sass", "banks", "grid", "latency"),
+    "worklog.md": (
+        "results",
+        "memory",
+        "peers",
+        "sass",
+        "banks",
+        "grid",
+        "distributions",
+        "latency",
+    ),
 }
 
 _OPENING = r"<!-- (?:table:|=)"

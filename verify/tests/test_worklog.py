@@ -42,6 +42,7 @@ WORKLOG = """# Title
 <!-- table: memory --><!-- end -->
 <!-- table: peers --><!-- end -->
 <!-- table: grid --><!-- end -->
+<!-- table: distributions --><!-- end -->
 <!-- table: latency --><!-- end -->
 <!-- table: sass --><!-- end -->
 <!-- table: banks --><!-- end -->
