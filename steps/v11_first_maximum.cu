@@ -418,8 +418,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     };
 
     // ---- raise m where P has left its range: m' = m + e, and P, l and O become 2^-e times what they
-    // were. e is a whole number: that changes no digit of them. Returns whether a row of the warp has
-    // a new m; O is still to be scaled then, when no product adds to it.
+    // were. Where P was not lost, e is a whole number: that changes no digit of them. Returns whether
+    // a row of the warp has a new m; O is still to be scaled then, when no product adds to it.
     const auto raise_shift = [&](const WorkTile& work, int tile) {
         if (!__any_sync(0xffffffff, tile_sum[0] > MAX_SUM || tile_sum[1] > MAX_SUM)) return false;
         const bool lost = __any_sync(0xffffffff, tile_sum[0] > LOST_SUM || tile_sum[1] > LOST_SUM);
@@ -430,19 +430,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float e;
             if (lost) {
-                e = fmaxf(floorf(largest(r) * tile_scale - shift[r]) + HEADROOM, 0.0f);
-                rescale[r] = ex2_approx_ftz(-e);
+                const float raised = fmaxf(shift[r], largest(r) * tile_scale + HEADROOM);
+                rescale[r] = ex2_approx_ftz(shift[r] - raised);
+                shift[r] = raised;
             } else {
                 // floor(log2) of a sum that is not much larger than the row's largest P, and 2^-e, by
                 // the exponent's bits: lg2 and ex2 would queue behind other warps' exponentials.
                 const int exponent = (__float_as_int(quad_max(tile_sum[r])) >> 23) - 127;
-                const int whole = max(exponent + HEADROOM, 0);
-                rescale[r] = __int_as_float((127 - whole) << 23);
-                e = whole;
+                const int e = max(exponent + HEADROOM, 0);
+                rescale[r] = __int_as_float((127 - e) << 23);
+                shift[r] += e;
             }
-            shift[r] += e;
         }
         if (lost) {
             exponentiate(tile_scale);
@@ -481,8 +480,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float tile_max = largest(r) * tile_scale;
-            // A row that sees no key has m = 0: 2^(-inf + inf) is NaN.
-            shift[r] = tile_max == -INFINITY ? 0.0f : tile_max + HEADROOM;
+            // Where S is -inf throughout, m is so far below any other S that P is lost there, and not
+            // -inf itself: 2^(-inf + inf) is NaN.
+            shift[r] = fmaxf(tile_max + HEADROOM, -0x1p126f);
         }
         exponentiate(tile_scale);
 #pragma unroll
