@@ -63,6 +63,22 @@ def test_output_lies_like_q_and_lse_comes_on_request() -> None:
     torch.testing.assert_close(lse.double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_that_begins_with_infinite_logits(dtype: torch.dtype) -> None:
+    """A whole tile of logits -inf counts for nothing, however low the finite ones that follow."""
+    # Logits -inf where q meets an infinite k; the others are about -150: 2^(S - 0) would be 0.
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=rng) for n in (37, 300, 300))
+    q[..., 0], k[..., 0] = 1.0, -150.0 / SCALE
+    k[:, :, :128, 0] = -torch.inf
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    o, lse = attention(q, k, v, return_lse=True)
+    finite = {"q": q, "k": k[:, :, 128:], "v": v[:, :, 128:]}
+    _assert_right(o, finite)
+    _, expected = attention_reference(**finite, causal=False, softmax_scale=SCALE)
+    torch.testing.assert_close(lse.double(), expected, rtol=0, atol=1e-4)
+
+
 def test_scale_defaults_to_the_root_of_head_dim() -> None:
     inputs = _inputs()
     assert torch.equal(attention(**inputs), attention(**inputs, softmax_scale=SCALE))
