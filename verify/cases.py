@@ -274,7 +274,7 @@ CASES = (
     ),
     # More of them in one head than four rounds of blocks.
     Case("many_blocks", Shape(1, 2, 1, 2500, 140, 8), BF16, causal=True),
-    # Several rounds, and a second pass over some of them, without a mask.
+    # Several rounds, with jumps in some of them, without a mask.
     Case("rounds", Shape(2, 10, 5, 130, 300, 80), BF16, inputs=sudden_logits),
     # The same where Q is in registers and O leaves from its place in shared memory.
     Case("wide_rounds", Shape(2, 3, 3, 40, 140, 128), BF16),
