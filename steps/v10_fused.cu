@@ -47,7 +47,7 @@ constexpr int O_PANELS = Q_PANELS == 0 ? 1 : Q_PANELS;
 constexpr int FIRST_O_PANEL = Q_PANELS == 0 ? Q_STAGES * PANELS : PANELS - Q_PANELS;
 constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the others' follow. 0 is that of __syncthreads
 
-// BLOCK_M queries of a head, and how many tiles of keys they see.
+// Up to BLOCK_M queries of a head, and how many tiles of keys they see.
 struct WorkTile {
     int q_start, head, batch;
     int num_tiles;  // at least 1
@@ -103,15 +103,26 @@ __device__ int visible_tiles(const AttentionParams& p, int row) {
     return max(1, (visible_keys(p, row) + BLOCK_N - 1) / BLOCK_N);
 }
 
+// The consumers that a head's rows keep busy: 197 rows, 4 groups of 64, are two work tiles of 2 groups,
+// not one of 3 and one of a single one. Where it is one consumer, it takes turns with itself.
+__device__ int busy_consumers(const AttentionParams& p) {
+    const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M, groups = (p.seq_q + 63) / 64;
+    return (groups + q_blocks - 1) / q_blocks;
+}
+
 // The order of the work tiles. Block b takes the work tiles b, b + gridDim.x, b + 2 gridDim.x ...,
 // each time one of a round.
 struct Schedule {
     const AttentionParams& p;
     int q_blocks, num_heads;  // of a head; of all batches
+    int tile_rows;            // of a work tile, at most BLOCK_M
     int section_heads;
 
     __device__ explicit Schedule(const AttentionParams& params)
-        : p(params), q_blocks((p.seq_q + BLOCK_M - 1) / BLOCK_M), num_heads(p.batch * p.heads) {
+        : p(params),
+          q_blocks((p.seq_q + BLOCK_M - 1) / BLOCK_M),
+          num_heads(p.batch * p.heads),
+          tile_rows(64 * busy_consumers(p)) {
         // A section's work tiles fill up to 4 rounds, as few as they fill to nine tenths: the fewer
         // heads are at work at once, the more evenly their K and V are fetched from DRAM.
         const int blocks = gridDim.x;
@@ -137,10 +148,10 @@ struct Schedule {
         }
         // A head's block that is not full is the first, which sees the fewest keys. O leaves in
         // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its rows.
-        const int first_row = -((q_blocks * BLOCK_M - p.seq_q) / 16 * 16);
-        const int q_start = first_row + q_block * BLOCK_M;
+        const int first_row = -((q_blocks * tile_rows - p.seq_q) / 16 * 16);
+        const int q_start = first_row + q_block * tile_rows;
         const bool last = i + gridDim.x >= q_blocks * num_heads;
-        return {q_start, head % p.heads, head / p.heads, visible_tiles(p, q_start + BLOCK_M - 1),
+        return {q_start, head % p.heads, head / p.heads, visible_tiles(p, q_start + tile_rows - 1),
                 last};
     }
 };
@@ -190,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     SharedMemory& smem = shared_memory<SharedMemory>();
     // Uniform across the warp; the shuffles tell the compiler so.
     const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, consumers = busy_consumers(p);
 
     if (threadIdx.x == PRODUCER) {
         prefetch_tensormap(p.k_map);
@@ -200,14 +211,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
         for (int stage = 0; stage < Q_STAGES; ++stage) {
             mbarrier_init(smem.q_full[stage], 1);
-            mbarrier_init(smem.q_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.q_empty[stage], 4 * consumers);
         }
 #pragma unroll
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             mbarrier_init(smem.k_full[stage], 1);
             mbarrier_init(smem.v_full[stage], 1);
-            mbarrier_init(smem.k_empty[stage], 4 * CONSUMERS);
-            mbarrier_init(smem.v_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.k_empty[stage], 4 * consumers);
+            mbarrier_init(smem.v_empty[stage], 4 * consumers);
         }
         fence_mbarrier_init();
     }
@@ -256,6 +267,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     // ======== the consumers: a warpgroup computes 64 rows of each work tile ========
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int warp = uniform(threadIdx.x / 32), warpgroup = warp / 4;
+    if (warpgroup >= consumers) return;
     const int group_row = 64 * warpgroup;  // the warpgroup's first row in the block
     const int warp_row = 16 * warp;        // and the warp's
     const auto release = [&](Mbarrier& empty) {
@@ -264,9 +276,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     // Ping-pong scheduling: consumers start their products in turn, so that one computes softmax
     // while another multiplies. A warpgroup's barrier takes its 128 threads, which wait, and the 128
     // of its predecessor, which have started theirs. Nobody takes the last turn.
+    const int next_warpgroup = (warpgroup + 1) % consumers;
     const auto wait_for_turn = [&] { bar_sync(TURN_BARRIER + warpgroup, 256); };
-    const auto pass_turn = [&] { bar_arrive(TURN_BARRIER + (warpgroup + 1) % CONSUMERS, 256); };
-    if (warpgroup == CONSUMERS - 1) pass_turn();  // the first turn is warpgroup 0's
+    const auto pass_turn = [&] { bar_arrive(TURN_BARRIER + next_warpgroup, 256); };
+    if (next_warpgroup == 0) pass_turn();  // the first turn is warpgroup 0's
 
     const float scale_log2 = p.softmax_scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s)
     // A lane's s_acc[n][2 r + i] and o_acc[n][2 r + i], with r and i 0 or 1, are the elements of S
@@ -398,7 +411,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         for (int r = 0; r < 2; ++r) row_max[r] = -INFINITY, row_sum[r] = 0.0f;
         softmax(work, 0);
         convert_p();
-        if (Q_PANELS > 0 && lane == 0) cp_async_bulk_wait_group_read<0>();  // O has left Q's place
+        // O has left Q's place; the warp's other lanes are told by the barrier of their next turn.
+        if (Q_PANELS > 0 && lane == 0) cp_async_bulk_wait_group_read<0>();
         if (Q_SMEM_DIM == 0 || group_tiles(work) == 1) release_q();
         wait_for(smem.v_full[place.stage()], place.phase());
         ++place.number;
