@@ -157,6 +157,9 @@ CASES = (
     Case("wide_one_less", Shape(1, 1, 1, 191, 127, 64), BF16),
     # A query in every row of the block, and enough tiles for their places to be filled again.
     Case("wide_tiles", Shape(1, 4, 2, 192, 400, 64), BF16),
+    # 5 groups of 64 queries, where two blocks of 192 have room for 6.
+    Case("spare_group", Shape(1, 2, 2, 260, 700, 64), BF16),
+    Case("spare_group_one_tile", Shape(1, 2, 1, 260, 100, 64), BF16),
     Case("long_fp32", Shape(1, 1, 1, 20, 1100, 64), FP32),
     # More keys, and more queries, than 16 bits count.
     Case("queries_66000", Shape(1, 1, 1, 66000, 3, 16), FP16),
