@@ -103,8 +103,9 @@ __device__ int visible_tiles(const AttentionParams& p, int row) {
     return max(1, (visible_keys(p, row) + BLOCK_N - 1) / BLOCK_N);
 }
 
-// The consumers that a head's rows keep busy: 197 rows, 4 groups of 64, are two work tiles of 2 groups,
-// not one of 3 and one of a single one. Where it is one consumer, it takes turns with itself.
+// How many consumers a head's rows keep busy. Of three, 197 rows need two: as 4 groups of 64 they are
+// two work tiles of 2 groups, not one of 3 and one of a single group. A consumer that is alone takes
+// turns with itself.
 __device__ int busy_consumers(const AttentionParams& p) {
     const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M, groups = (p.seq_q + 63) / 64;
     return (groups + q_blocks - 1) / q_blocks;
@@ -115,7 +116,7 @@ __device__ int busy_consumers(const AttentionParams& p) {
 struct Schedule {
     const AttentionParams& p;
     int q_blocks, num_heads;  // of a head; of all batches
-    int tile_rows;            // of a work tile, at most BLOCK_M
+    int tile_rows;            // of a work tile; the box of Q has BLOCK_M
     int section_heads;
 
     __device__ explicit Schedule(const AttentionParams& params)
@@ -411,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         for (int r = 0; r < 2; ++r) row_max[r] = -INFINITY, row_sum[r] = 0.0f;
         softmax(work, 0);
         convert_p();
-        // O has left Q's place; the warp's other lanes are told by the barrier of their next turn.
+        // O has left Q's place. The warp's other lanes learn it at the barrier of their next turn.
         if (Q_PANELS > 0 && lane == 0) cp_async_bulk_wait_group_read<0>();
         if (Q_SMEM_DIM == 0 || group_tiles(work) == 1) release_q();
         wait_for(smem.v_full[place.stage()], place.phase());

@@ -100,8 +100,9 @@ __device__ int visible_tiles(const AttentionParams& p, int row) {
     return max(1, (visible_keys(p, row) + BLOCK_N - 1) / BLOCK_N);
 }
 
-// The consumers that a head's rows keep busy: 197 rows, 4 groups of 64, are two work tiles of 2 groups,
-// not one of 3 and one of a single one. Where it is one consumer, it takes turns with itself.
+// How many consumers a head's rows keep busy. Of three, 197 rows need two: as 4 groups of 64 they are
+// two work tiles of 2 groups, not one of 3 and one of a single group. A consumer that is alone takes
+// turns with itself.
 __device__ int busy_consumers(const AttentionParams& p) {
     const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M, groups = (p.seq_q + 63) / 64;
     return (groups + q_blocks - 1) / q_blocks;
@@ -112,7 +113,7 @@ __device__ int busy_consumers(const AttentionParams& p) {
 struct Schedule {
     const AttentionParams& p;
     int q_blocks, num_heads;  // of a head; of all batches
-    int tile_rows;            // of a work tile, at most BLOCK_M
+    int tile_rows;            // of a work tile; the box of Q has BLOCK_M
     int section_heads;
 
     __device__ explicit Schedule(const AttentionParams& params)
@@ -435,11 +436,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     };
 
     // ---- raise m where P has left its range: m' = m + e, and P, l and O become 2^-e times what they
-    // were. Where P was not lost, e is a whole number: that changes no digit of them. Returns whether
-    // a row of the warp has a new m; O is still to be scaled then, when no product adds to it.
+    // were. Where P was not lost, e is a whole number: that changes no digit of them; and only the upper
+    // or the lower 8 of the warp's rows may need it. Returns whether a row of the warp has a new m; O is
+    // still to be scaled then, when no product adds to it.
     const auto raise_shift = [&](const WorkTile& work, int tile) {
         if (!__any_sync(0xffffffff, tile_sum[0] > MAX_SUM || tile_sum[1] > MAX_SUM)) return false;
-        // Votes and shuffles together, as each one's result is long in coming.
+        // Votes and shuffles are issued together: the result of each takes long to arrive.
         const bool lost = __any_sync(0xffffffff, tile_sum[0] > LOST_SUM || tile_sum[1] > LOST_SUM);
         bool over[2];
         float largest_sum[2];
@@ -463,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 rescale[r] = 1.0f;
-                if (!over[r]) continue;  // mostly one half of the warp's rows has to be repaired
+                if (!over[r]) continue;  // usually only one half of the warp's rows needs it
                 // floor(log2) of a sum that is not much larger than the row's largest P, and 2^-e, by
                 // the exponent's bits: lg2 and ex2 would queue behind other warps' exponentials.
                 const int exponent = (__float_as_int(largest_sum[r]) >> 23) - 127;
@@ -512,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_sum[r] = tile_sum[r];
         convert_p();
-        // O has left Q's place; the warp's other lanes are told by the barrier of their next turn.
+        // O has left Q's place. The warp's other lanes learn it at the barrier of their next turn.
         if (Q_PANELS > 0 && lane == 0) cp_async_bulk_wait_group_read<0>();
         if (Q_SMEM_DIM == 0 || group_tiles(work) == 1) release_q();
         wait_for(smem.v_full[place.stage()], place.phase());

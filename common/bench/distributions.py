@@ -128,7 +128,8 @@ def count_repairs(
 ) -> dict[str, float | None]:
     """The shares of a cell, null where the step cannot run; the backend poisons workspaces.
 
-    Raises UsageError where the patched step is wrong.
+    Raises UsageError where the patched step is wrong, and where the case has so few queries that a
+    consumer returns at once: its warps have nothing to say.
     """
     if backend.refusal(patched, case.specialization):
         return dict.fromkeys(SHARES)

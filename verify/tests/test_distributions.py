@@ -41,7 +41,7 @@ from verify.tests.drawings import clashes, dots, texts
 from verify.tests.fake_records import fake_distributions
 
 V01, V02, V03 = all_steps()[:3]
-TINY = Case("d64_causal_fp16_normal_4", Shape(1, 2, 2, 96, 96, 64), FP16, causal=True)
+TINY = Case("d64_causal_fp16_normal_4", Shape(1, 2, 2, 160, 160, 64), FP16, causal=True)
 SMALL = Case("small", Shape(2, 4, 2, 700, 700, 64), BF16)
 PATCHES = sorted((ROOT / "common" / "bench" / "repairs").glob("*.patch"))
 
