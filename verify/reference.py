@@ -30,7 +30,8 @@ def attention_reference(
     q [batch, heads, seq_q, head_dim], k and v [batch, kv_heads, seq_k, head_dim], any dtype, device
     and strides; query head h reads key head h // (heads / kv_heads). causal: query i sees the keys
     j <= i + seq_k - seq_q. Returns o [batch, heads, seq_q, head_dim] and lse [batch, heads, seq_q]
-    (natural logarithm), both float64; a query that sees no key has o = 0 and lse = -inf.
+    (natural logarithm), both float64; a query that sees no key has o = 0 and lse = -inf. v may have
+    another number of columns than k; o has as many.
     """
     return _attention(q, k, v, torch.float64, causal, softmax_scale)
 
@@ -48,7 +49,7 @@ def attention_in_dtype(
 def _attention(q, k, v, dtype: torch.dtype, causal: bool, softmax_scale: float):
     batch, heads, seq_q, _ = q.shape
     kv_heads, seq_k = k.shape[1:3]
-    o = torch.empty(q.shape, dtype=dtype, device=q.device)
+    o = torch.empty(*q.shape[:3], v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
     key = torch.arange(seq_k, device=q.device)
     num_rows = max(1, MAX_SCORES // seq_k)
