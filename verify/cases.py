@@ -330,8 +330,7 @@ CASES = (
     Case("later_keys_larger", Shape(1, 1, 1, 100, 400, 64), FP16, inputs=later_keys_larger),
     Case("own_key", Shape(1, 2, 1, 200, 300, 64), BF16, causal=True, inputs=own_key),
     Case("first_key_sink", Shape(1, 1, 1, 60, 300, 64), FP16, inputs=first_key_sink),
-    # 320 keys: P = 1 / 320 is the same in all rows, so its rounding to bf16, here small, is a bias
-    # of o.
+    # P = 1 / 300 is the same in all rows, so its rounding to bf16 is a bias of o.
     Case("equal_keys", Shape(1, 1, 1, 60, 300, 64), BF16, inputs=equal_keys),
     Case("deep_logits", Shape(1, 1, 1, 150, 170, 64), BF16, causal=True, inputs=deep_logits),
     Case("one_hot", Shape(1, 2, 2, 175, 340, 64), BF16, inputs=one_hot),

@@ -7,7 +7,7 @@ import pytest
 from common.patch import EXPERIMENTS_DIR, read_patch
 from common.step import read_step
 from verify.cases import find_cases
-from verify.check import check_case, make_runs
+from verify.tests.on_cpu import on_cpu
 
 # The rows' maxima rise from tile to tile, by a little and by much.
 RISING = "walks"
@@ -26,6 +26,5 @@ def test_right(path):
         pytest.skip(ONLY_ON_A_GPU[path.stem])
     step = read_step(read_patch(path).write())
     (case,) = find_cases([OTHER_CASES.get(path.stem, RISING)])
-    (runs,) = make_runs("cpu", seed=0, sanitize=False)
-    result = check_case(step, case, runs.of(step, case.specialization))
+    result = on_cpu(step, case)
     assert result.passed, str(result)

@@ -13,9 +13,10 @@ from common.errors import UsageError
 from common.patch import read_patch
 from common.paths import ROOT
 from common.runtime.cpu import CpuBackend
-from common.step import Step, read_step
-from verify.cases import Case, find_cases
-from verify.check import CaseResult, check_case, make_runs
+from common.step import read_step
+from verify.cases import find_cases
+from verify.check import check_case
+from verify.tests.on_cpu import on_cpu
 
 PATCHES = sorted((ROOT / "verify" / "mutants").glob("*.patch"))
 # Each step with each case that is to show something wrong.
@@ -26,11 +27,6 @@ ORIGINALS = sorted(
         for case in patch.header["cases"].split()
     }
 )
-
-
-def on_cpu(step: Step, case: Case) -> CaseResult:
-    (runs,) = make_runs("cpu", seed=0, sanitize=False)
-    return check_case(step, case, runs.of(step, case.specialization))
 
 
 @pytest.mark.parametrize(("name", "case"), ORIGINALS)
