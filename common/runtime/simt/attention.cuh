@@ -1,9 +1,9 @@
 // What every step includes, for the host compiler: the twin of common/runtime/device/attention.cuh,
 // and the runtime that executes kernels on a CPU to check them. It is a checker, not a timer, and
 // hostile on purpose: the order of blocks and threads is drawn from a seed; threads fall far behind
-// after an arrive or the start of a copy; waits that may fail do; memory and variables start as
-// NaN; buffers end at guard pages; threads that wait for each other in vain are reported, and so are
-// accesses to shared memory that no barrier orders.
+// after an arrive or the start of a copy, blocks after a signal; waits that may fail do; memory and
+// variables start as NaN; buffers end at guard pages; threads that wait for each other in vain are
+// reported, and so are accesses to shared memory that no barrier orders.
 //
 // Included by steps; what a header only declares has its body in the .cpp file of the same name:
 //
@@ -13,13 +13,14 @@
 //     mma.cuh       ldmatrix, stmatrix, mma.sync     wmma.cuh     CUDA's warp matrices
 //     wgmma.cuh     the warpgroup's products         warpgroup.cuh   setmaxnreg, named barriers
 //     mbarrier.cuh  barriers that count bytes        tma.cuh      copies of boxes of tensors
-//     access.h      addresses checked and counted    clock.cuh    a clock that counts its readings
-//     site.h        a place in the source            random.h     numbers drawn from the seed
+//     signal.cuh    signals between blocks           clock.cuh    a clock that counts its readings
+//     access.h      addresses checked and counted    random.h     numbers drawn from the seed
+//     site.h        a place in the source
 //
 // The runtime's own:
 //
-//     run.cpp       main(), the launches             scheduler.h  blocks, threads, who runs next
-//     step.h        what run.cpp knows of the step
+//     run.cpp       main(), the launches             grid.h       which blocks run, their signals
+//     step.h        what run.cpp knows of the step   scheduler.h  which of a block's threads runs
 //     collective.h  what threads do together         thread.h     the state of a thread
 //     wgmma_state.h, warpgroup_state.h, mbarrier_state.h         what the scheduler keeps of those
 //     tensor_map.h  what is in a tensor map          async_view.h what the async proxy sees

@@ -3,13 +3,11 @@
 // where bank conflicts are counted, a line for each place that accesses shared memory. cpu.py is the
 // other side. What the step computes only those two know: here, tensors are buffers.
 #include <dlfcn.h>
-#include <pthread.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "attention.cuh"
-#include "scheduler.h"
+#include "grid.h"
 #include "step.h"
 #include "tensor_map.h"
 #include "trap.h"
@@ -55,8 +53,7 @@ constexpr int MAX_BLOCKS = INT32_MAX, MAX_THREADS = 1024;  // the limits of ever
 void (*kernel)();
 alignas(TensorMap) std::byte kernel_params[4096];  // the most that CUDA lets a kernel take
 
-BankCounter bank_counter;  // of all workers that have ended
-pthread_mutex_t bank_counter_mutex = PTHREAD_MUTEX_INITIALIZER;
+BankCounter bank_counter;  // of all launches
 
 void read_exactly(void* to, size_t bytes) {
     if (fread(to, 1, bytes, stdin) != bytes) Report().add("the request ends too early").fail();
@@ -65,50 +62,6 @@ void read_exactly(void* to, size_t bytes) {
 void write_exactly(FILE* file, const void* from, size_t bytes) {
     if (fwrite(from, 1, bytes, file) != bytes) Report().add("the answer cannot be written").fail();
 }
-
-// The blocks of a launch in shuffled order; one worker takes each.
-class Grid {
-  public:
-    explicit Grid(const Launch& launch) : launch(launch), order(launch.num_blocks) {
-        for (uint32_t i = 0; i < launch.num_blocks; ++i) order[i] = i;
-        Random random(launch.seed);
-        for (uint32_t i = launch.num_blocks; i > 1; --i)
-            std::swap(order[i - 1], order[random.below(i)]);
-    }
-
-    // Returns when all blocks have run.
-    void run(int num_workers) {
-        std::vector<pthread_t> os_threads(std::min<size_t>(num_workers, order.size()));
-        for (pthread_t& os_thread : os_threads) {
-            if (pthread_create(&os_thread, nullptr, run_worker, this))
-                Report().add("cannot create an OS thread").fail();
-        }
-        for (pthread_t os_thread : os_threads) pthread_join(os_thread, nullptr);
-    }
-
-  private:
-    static void* run_worker(void* grid) {
-        static_cast<Grid*>(grid)->run_blocks();
-        return nullptr;
-    }
-
-    void run_blocks() {
-        TrapScope trap_scope;
-        Worker worker(launch);
-        for (size_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < order.size();) {
-            worker.run_block(order[i]);
-        }
-        if (const BankCounter* banks = worker.banks()) {
-            pthread_mutex_lock(&bank_counter_mutex);
-            bank_counter.add(*banks);
-            pthread_mutex_unlock(&bank_counter_mutex);
-        }
-    }
-
-    const Launch& launch;
-    std::vector<uint32_t> order;
-    size_t next = 0;  // of order; taken by all workers
-};
 
 void launch_kernel(const Request& request, int index) {
     const KernelRequest& asked = request.kernels[index];
@@ -135,13 +88,14 @@ void launch_kernel(const Request& request, int index) {
         .run_thread = [] { simt_step.call(kernel, kernel_params); },
         .num_blocks = static_cast<uint32_t>(asked.blocks),
         .num_threads = asked.threads,
+        .num_workers = request.workers,
         .smem_bytes = static_cast<size_t>(asked.smem_bytes),
         .smem_flush = request.seed % 2 ? Flush::START : Flush::END,
         .seed = mix(request.seed) + index,
         .odd = request.seed % 2 != 0,
         .count_banks = request.count_banks != 0,
     };
-    Grid(launch).run(request.workers);
+    Grid(launch, bank_counter).run();
     for (const Buffer& buffer : global_buffers) {
         if (const char* where = buffer.damaged_slack()) {
             Report()

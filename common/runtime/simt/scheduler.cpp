@@ -2,12 +2,15 @@
 
 #include <utility>
 
+#include "grid.h"
 #include "stall.h"
+#include "trap.h"
 
 namespace simt {
 
-Worker::Worker(const Launch& launch)
+Worker::Worker(const Launch& launch, Grid& grid)
     : launch(launch),
+      launch_grid(grid),
       smem("shared memory", {{0, int64_t(launch.smem_bytes)}}, 16, 0, launch.smem_flush),
       smem_async_view(smem),
       smem_races(smem, launch.num_threads, running),
@@ -90,6 +93,12 @@ void Worker::straggle() {
     yield();
 }
 
+void Worker::wait_for_signal(const uint64_t& signal) {
+    threads[running].state = Thread::WAITING;
+    all_signal_waits.push_back({&signal, running});
+    yield();
+}
+
 void Worker::make_runnable(int thread) {
     threads[thread].state = Thread::RUNNABLE;
     warp_groups[thread / WARP_SIZE].runnable.push_back(thread);
@@ -127,6 +136,19 @@ void Worker::describe_progress(Report& report) const {
     if (running == NO_THREAD || !threads[running].operation.name) return;
     report.add("\n  the last collective it passed: ");
     threads[running].operation.describe(report);
+}
+
+void Worker::describe_stall(Report& report) const {
+    simt::describe_stall(report, threads, all_mbarriers);
+    for (int id = 0; id < NUM_BARRIERS; ++id) {
+        if (named_barriers[id].arrived) named_barriers[id].describe(report, id);
+    }
+    for (const RegisterRequest& request : register_pool.requests)
+        register_pool.describe(report, request);
+    for (const SignalWait& wait : all_signal_waits) {
+        report.add("\n  nobody has posted the signal ");
+        describe_address(report, reinterpret_cast<const std::byte*>(wait.signal));
+    }
 }
 
 void Worker::run_threads() {
@@ -234,7 +256,13 @@ Fiber& Worker::next_thread() {
     while (num_runnable == 0) {
         std::vector<int>& late = behind.empty() ? stragglers : behind;
         const size_t awaited = sort_loads();
-        if (awaited == 0 && late.empty()) break;
+        if (awaited == 0 && late.empty()) {
+            if (all_signal_waits.empty()) break;
+            launch_grid.wait_for_signals();
+            for (const SignalWait& wait : all_signal_waits) make_runnable(wait.thread);
+            all_signal_waits.clear();
+            break;
+        }
         // Loads that may be early go before a thread that is late; otherwise it is drawn which of the
         // two is later still.
         const bool early = copies_may_be_early && !loads.empty() && !late.empty();
@@ -249,12 +277,7 @@ Fiber& Worker::next_thread() {
     if (num_runnable == 0) {
         running = NO_THREAD;
         Report report = fault(stall_reason(threads));
-        describe_stall(report, threads, all_mbarriers);
-        for (int id = 0; id < NUM_BARRIERS; ++id) {
-            if (named_barriers[id].arrived) named_barriers[id].describe(report, id);
-        }
-        for (const RegisterRequest& request : register_pool.requests)
-            register_pool.describe(report, request);
+        describe_stall(report);
         report.fail();
     }
     std::vector<int>& runnable = next_warp().runnable;

@@ -21,12 +21,15 @@
 
 namespace simt {
 
+class Grid;
+
 // One kernel of the request.
 struct Launch {
     const char* kernel_name;
     void (*run_thread)();  // calls the kernel with its parameter
     uint32_t num_blocks;
     int num_threads;
+    int num_workers;  // blocks that run at a time
     size_t smem_bytes;
     Flush smem_flush;
     uint64_t seed;
@@ -37,7 +40,7 @@ struct Launch {
 // Runs blocks one after another on the OS thread that made it.
 class Worker {
   public:
-    explicit Worker(const Launch& launch);
+    Worker(const Launch& launch, Grid& grid);
     ~Worker() { current_worker = nullptr; }
     Worker(const Worker&) = delete;
     Worker& operator=(const Worker&) = delete;
@@ -86,6 +89,12 @@ class Worker {
     // this with the same key, go on only when no other thread can.
     void may_fall_behind(uint64_t key);
 
+    // The running thread goes on when the signal is posted; before it does, all others go on that
+    // can. By then another warp may have taken the signal.
+    void wait_for_signal(const uint64_t& signal);
+    const std::vector<SignalWait>& signal_waits() const { return all_signal_waits; }
+
+    Grid& grid() { return launch_grid; }
     Thread& thread(int i) { return threads[i]; }
     int running_thread() const { return running; }
     Thread& self() { return threads[running]; }
@@ -118,6 +127,9 @@ class Worker {
     // Adds the last collective that the running thread passed.
     void describe_progress(Report& report) const;
 
+    // Adds ": no thread can go on", and why.
+    void describe_stall(Report& report) const;
+
   private:
     static constexpr size_t STACK_BYTES = size_t{1} << 18;
     static constexpr size_t STACK_GUARD_BYTES = size_t{1} << 16;
@@ -146,6 +158,7 @@ class Worker {
     Fiber& next_thread();
 
     const Launch& launch;
+    Grid& launch_grid;
     Buffer smem;
     AsyncView smem_async_view;
     Races smem_races;
@@ -172,6 +185,7 @@ class Worker {
     int num_exited = 0;
     std::vector<int> behind;      // threads that could go on but have fallen behind
     std::vector<int> stragglers;  // those that come after them
+    std::vector<SignalWait> all_signal_waits;
     uint64_t block_seed = 0;
     Random random;
     static inline constinit thread_local Worker* current_worker = nullptr;

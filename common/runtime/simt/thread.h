@@ -51,6 +51,12 @@ struct BulkCopy {
     std::vector<std::byte> elements = {};  // that a store has read; empty before
 };
 
+// A warp's wait for a signal from another block.
+struct SignalWait {
+    const uint64_t* signal;
+    int thread;  // goes on when it is posted; the other lanes wait for that one
+};
+
 struct Thread {
     enum State : uint8_t { RUNNABLE, WAITING, EXITED };
 

@@ -53,4 +53,21 @@ class TrapScope {
     sigset_t previous_mask;
 };
 
+// Lives while an OS thread that runs kernels sleeps: the time limit's signal goes to another one.
+class AlarmElsewhere {
+  public:
+    AlarmElsewhere() {
+        sigset_t alarm_only;
+        sigemptyset(&alarm_only);
+        sigaddset(&alarm_only, SIGALRM);
+        pthread_sigmask(SIG_BLOCK, &alarm_only, &previous_mask);
+    }
+    ~AlarmElsewhere() { pthread_sigmask(SIG_SETMASK, &previous_mask, nullptr); }
+    AlarmElsewhere(const AlarmElsewhere&) = delete;
+    AlarmElsewhere& operator=(const AlarmElsewhere&) = delete;
+
+  private:
+    sigset_t previous_mask;
+};
+
 }  // namespace simt

@@ -1,0 +1,154 @@
+#include "grid.h"
+
+#include <algorithm>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "trap.h"
+
+namespace simt {
+namespace {
+
+constexpr uint64_t POSTED = 0x646574736f70;  // what a posted signal holds: "posted"
+
+}  // namespace
+
+Grid::Grid(const Launch& launch, BankCounter& banks)
+    : launch(launch), banks(banks), order(launch.num_blocks) {
+    for (uint32_t i = 0; i < launch.num_blocks; ++i) order[i] = i;
+    Random random(launch.seed);
+    for (uint32_t i = launch.num_blocks; i > 1; --i)
+        std::swap(order[i - 1], order[random.below(i)]);
+}
+
+void Grid::run() {
+    std::vector<std::thread> os_threads;
+    {
+        std::unique_lock lock(mutex);
+        while (next < order.size() || num_running > 0) {
+            if (next < order.size() && num_running < launch.num_workers) {
+                ++num_running;
+                try {
+                    os_threads.emplace_back(&Grid::run_blocks, this, order[next++]);
+                } catch (const std::system_error&) {
+                    Report().add("cannot create an OS thread").fail();
+                }
+            } else {
+                changed.wait(lock);
+            }
+        }
+    }
+    for (std::thread& os_thread : os_threads) os_thread.join();
+    if (!posted.empty()) {
+        const auto& [signal, post] = *posted.begin();
+        Report report;
+        report.add("signal never taken in kernel %s", launch.kernel_name);
+        describe(report, *signal, post);
+        report.add("; the next launch would take it").fail();
+    }
+}
+
+void Grid::run_blocks(uint32_t block) {
+    const TrapScope trap_scope;
+    Worker worker(launch, *this);
+    std::unique_lock lock(mutex, std::defer_lock);
+    for (;;) {
+        worker.run_block(block);
+        lock.lock();
+        if (next == order.size() || ready_sleeper()) break;
+        block = order[next++];
+        lock.unlock();
+    }
+    if (worker.banks()) banks.add(*worker.banks());
+    --num_running;
+    wake_sleepers();
+}
+
+void Grid::post(uint64_t& signal, const Operation& operation) {
+    const std::lock_guard lock(mutex);
+    const Post post = {operation, blockIdx.x, Worker::current()->warp().first_thread};
+    const auto [known, is_new] = posted.insert({&signal, post});
+    if (!is_new) {
+        Report report = operation_fault("signal posted twice", operation);
+        describe(report, signal, known->second);
+        report.add(", which nobody has taken since").fail();
+    }
+    signal = POSTED;
+    wake_sleepers();
+}
+
+bool Grid::take(uint64_t& signal, const Operation& operation) {
+    const std::lock_guard lock(mutex);
+    const auto found = posted.find(&signal);
+    if (found == posted.end()) return false;
+    if (signal != POSTED) {
+        Report report = operation_fault("signal overwritten", operation);
+        report.add(" finds something else");
+        describe(report, signal, found->second);
+        report.fail();
+    }
+    signal = 0;
+    posted.erase(found);
+    return true;
+}
+
+void Grid::sleep(bool is_behind) {
+    Sleeper self = {*Worker::current(), blockIdx.x, is_behind};
+    const AlarmElsewhere alarm_elsewhere;
+    std::unique_lock lock(mutex);
+    sleepers.push_back(&self);
+    --num_running;
+    wake_sleepers();
+    changed.wait(lock, [&] { return self.awake; });
+}
+
+void Grid::wake(Sleeper& sleeper) {
+    sleeper.awake = true;
+    std::erase(sleepers, &sleeper);
+    ++num_running;
+}
+
+Grid::Sleeper* Grid::ready_sleeper() const {
+    for (Sleeper* sleeper : sleepers) {
+        if (sleeper->is_behind) continue;
+        for (const SignalWait& wait : sleeper->worker.signal_waits())
+            if (posted.contains(wait.signal)) return sleeper;
+    }
+    return nullptr;
+}
+
+void Grid::wake_sleepers() {
+    while (num_running < launch.num_workers) {
+        Sleeper* const ready = ready_sleeper();
+        if (!ready) break;
+        wake(*ready);
+    }
+    if (num_running == 0 && next == order.size() && !sleepers.empty()) {
+        const auto behind = std::find_if(sleepers.begin(), sleepers.end(),
+                                         [](const Sleeper* sleeper) { return sleeper->is_behind; });
+        if (behind == sleepers.end()) report_deadlock();
+        wake(**behind);
+    }
+    changed.notify_all();
+}
+
+void Grid::describe(Report& report, const uint64_t& signal, const Post& post) const {
+    report.add(": ");
+    post.operation.describe(report);
+    report.add(" in block %u, threads %d-%d, has posted the signal ", post.block, post.first_thread,
+               post.first_thread + WARP_SIZE - 1);
+    describe_address(report, reinterpret_cast<const std::byte*>(&signal));
+}
+
+void Grid::report_deadlock() const {
+    Report report;
+    report.add("deadlock between blocks in kernel %s: no block can go on", launch.kernel_name);
+    for (const Sleeper* sleeper : sleepers) {
+        report.add("\nblock %u", sleeper->block);
+        sleeper->worker.describe_stall(report);
+    }
+    report.fail();
+}
+
+}  // namespace simt

@@ -1,0 +1,81 @@
+// The blocks of a launch: which of them run, each on an OS thread, and what they signal each other.
+// As many run at a time as there are workers. Where a block waits for another one, its OS thread
+// sleeps, and one more is started for blocks that have not begun: a block may wait for any other.
+#pragma once
+#include <stdint.h>
+
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "scheduler.h"
+
+namespace simt {
+
+class Grid {
+  public:
+    // Adds the bank conflicts of its blocks to `banks`.
+    Grid(const Launch& launch, BankCounter& banks);
+
+    // Returns when all blocks have run. Reports signals that nobody has taken.
+    void run();
+
+    // The running warp posts a signal.
+    void post(uint64_t& signal, const Operation& operation);
+
+    // It takes a signal. False if that is not posted.
+    bool take(uint64_t& signal, const Operation& operation);
+
+    // The running block sleeps until one of the signals is posted that its warps wait for.
+    void wait_for_signals() { sleep(false); }
+
+    // The running block sleeps until no other one can go on.
+    void fall_behind() { sleep(true); }
+
+  private:
+    // A posted signal.
+    struct Post {
+        Operation operation;
+        uint32_t block;
+        int first_thread;  // of the warp
+    };
+
+    // A block whose OS thread sleeps.
+    struct Sleeper {
+        const Worker& worker;
+        uint32_t block;
+        bool is_behind;  // else it waits for signals
+        bool awake = false;
+    };
+
+    // What an OS thread does: runs a block, then others while there are any.
+    void run_blocks(uint32_t block);
+
+    void sleep(bool is_behind);
+
+    void wake(Sleeper& sleeper);
+
+    // The first sleeper that waits for a signal which is posted; nullptr if none does.
+    Sleeper* ready_sleeper() const;
+
+    // Wakes whoever may run now. Reports where nobody ever will.
+    void wake_sleepers();
+
+    void describe(Report& report, const uint64_t& signal, const Post& post) const;
+
+    [[noreturn]] void report_deadlock() const;
+
+    const Launch& launch;
+    BankCounter& banks;
+    std::vector<uint32_t> order;  // of the blocks, shuffled
+
+    std::mutex mutex;                 // of what follows
+    std::condition_variable changed;  // num_running, next or a sleeper
+    size_t next = 0;                  // in the order: the first block that has not begun
+    int num_running = 0;              // OS threads that are not asleep
+    std::vector<Sleeper*> sleepers;   // in the order in which they fell asleep
+    std::map<const uint64_t*, Post> posted;
+};
+
+}  // namespace simt
