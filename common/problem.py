@@ -98,6 +98,8 @@ def _of_models() -> Iterator[tuple[str, Problem]]:
     yield "whisper_1500", Problem(Shape(8, 20, 20, 1500, 1500, 64), "bf16")
     yield "cross_attention_77", Problem(Shape(8, 10, 10, 4096, 77, 64), "bf16")
     yield "flux_4608", Problem(Shape(1, 24, 24, 4608, 4608, 128), "bf16")
+    # One sequence through a large encoder: hardly more work than one round of the SMs.
+    yield "encoder_2048", Problem(Shape(1, 16, 16, 2048, 2048, 64), "bf16")
     # Llama 3 again: a part of a prompt after the keys of the parts before it.
     yield "prefill_causal_32768", Problem(Shape(1, 64, 8, 1024, 32768, 128), "bf16", causal=True)
 

@@ -281,6 +281,14 @@ CASES = (
     Case("rounds", Shape(2, 10, 5, 130, 300, 80), BF16, inputs=sudden_logits),
     # The same where Q is in registers and O leaves from its place in shared memory.
     Case("wide_rounds", Shape(2, 3, 3, 40, 140, 128), BF16),
+    # Work tiles that are no multiple of the blocks, with enough keys to be shared out all the same.
+    # In the walks m is raised before a work tile is handed over and after it, and S is lost.
+    Case("shares", Shape(1, 7, 7, 20, 2100, 64), BF16),
+    Case("shares_walks", Shape(1, 7, 7, 20, 2100, 64), FP16, inputs=walks(2, 25)),
+    Case("shares_walks_far", Shape(1, 3, 1, 20, 2100, 64), BF16, inputs=walks(-60, 120, -220)),
+    Case("shares_spare_group", Shape(1, 3, 3, 260, 2100, 64), BF16),
+    Case("shares_128", Shape(1, 3, 3, 70, 2100, 128), BF16),
+    Case("shares_256", Shape(1, 3, 3, 70, 1100, 256), FP16),
     Case(
         "staircase", Shape(1, 1, 1, 21, 4099, 64), BF16, inputs=staircase, softmax_scale=0.0018 / 64
     ),
@@ -364,6 +372,10 @@ CASES = (
     replace(Case.of("headline", HEADLINE), gpu_only=True),
     Case("headline_causal", Shape(2, 16, 4, 4096, 4096, 128), BF16, causal=True, gpu_only=True),
     Case("long_16k", Shape(1, 2, 1, 16384, 16381, 64), BF16, causal=True, gpu_only=True),
+    # As many work tiles as a GPU has multiprocessors, and a few more.
+    Case("shares_gpu", Shape(1, 140, 2, 20, 2100, 64), FP16, inputs=walks(2, 25), gpu_only=True),
+    Case("shares_gpu_128", Shape(5, 30, 3, 70, 2100, 128), BF16, gpu_only=True),
+    Case("shares_gpu_256", Shape(1, 135, 135, 70, 1100, 256), FP16, gpu_only=True),
     Case("many_scores", Shape(1, 33, 33, 8192, 8192, 64), BF16, gpu_only=True),  # over 2^31
     Case(
         "sudden_in_late_heads_gpu",

@@ -1,7 +1,7 @@
 """NVIDIA's compute-sanitizer on all steps, on small shapes that leave ragged tiles.
 
-`python -m verify.tests.test_compute_sanitizer` is what the tools watch. It launches and checks
-nothing, as the tools slow down torch's kernels, too.
+`python -m verify.tests.test_compute_sanitizer CASE ...` is what the tools watch. It launches and
+checks nothing, as the tools slow down torch's kernels, too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from common.runtime.build import nvcc
 from verify.cases import find_cases
 
 CASES = ("single_token", "ragged", "causal_short_k", "gqa_causal_padded", "head_dim_40")
+SIGNAL_CASES = ("shares_gpu", "shares_gpu_128")  # in which blocks hand over work tiles
 CLEAN = {
     "memcheck": "ERROR SUMMARY: 0 errors",
     "racecheck": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
@@ -42,7 +43,9 @@ def test_clean(tool: str) -> None:
         command += ["--report-api-errors", "no"]
     if tool != "initcheck":  # which has to see torch's kernels, too, when they write q, k and v
         command += ["--kernel-regex", "kernel_substring=attention_"]
-    command += [sys.executable, "-m", "verify.tests.test_compute_sanitizer"]
+    command += [sys.executable, "-m", "verify.tests.test_compute_sanitizer", *CASES]
+    if tool != "initcheck":  # a block looks for its signal in memory that nobody has written yet
+        command += SIGNAL_CASES
     # Without torch's cache every tensor is an allocation of its own, whose end memcheck knows.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     ended = subprocess.run(
@@ -58,7 +61,7 @@ def _launch_all() -> None:
 
     backend = GpuBackend()
     for step in all_steps():
-        for case in find_cases(CASES):
+        for case in find_cases(sys.argv[1:]):
             if backend.refusal(step, case.specialization):
                 continue
             inputs = case.make(backend.device)

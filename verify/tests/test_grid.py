@@ -73,6 +73,7 @@ def test_cells():
         "whisper_1500": Shape(8, 20, 20, 1500, 1500, 64),
         "cross_attention_77": Shape(8, 10, 10, 4096, 77, 64),
         "flux_4608": Shape(1, 24, 24, 4608, 4608, 128),
+        "encoder_2048": Shape(1, 16, 16, 2048, 2048, 64),
         "prefill_causal_32768": Shape(1, 64, 8, 1024, 32768, 128),
     }
     for case in grid.CELLS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .svg import (
+    BANK_COLORS,
     EMPTY,
     MUTED,
     RAMP,
@@ -31,6 +32,11 @@ BUSY_COLORS = RAMP[1], RAMP[3]
 # The causal schedule, for fewer SMs than there are.
 SMS, Q_BLOCKS, HEADS = 6, 6, 4
 
+# Equal shares, likewise: SMs with one block each, work tiles, and tiles of keys of each.
+SHARED_SMS, SHARED_WORK, KEY_TILES = 4, 7, 32
+MAX_BLOCKS, MIN_SAVED_TILES = 144, 8  # as in v12
+SHARE_LEFT, SHARE_HEIGHT, ROUND = 76, 28, 356  # pixels
+
 
 def figures() -> dict[str, Drawing]:
     """The drawings by the names of their files."""
@@ -39,6 +45,7 @@ def figures() -> dict[str, Drawing]:
         "v08_block": _v08_block(),
         "ping_pong": _ping_pong(),
         "causal_schedule": _causal_schedule(),
+        "equal_shares": _equal_shares(),
     }
 
 
@@ -377,3 +384,114 @@ def _bars(drawing: Drawing, x: float, y: float, what: str, taken: list[list[Work
             left += width
     end = x + 46 + most * unit
     drawing.line(end, y + 12, end, y + 20 + row * SMS, dashed=True)
+
+
+# ---- equal shares
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The tiles of keys of a work tile of which a block computes S."""
+
+    work: int
+    first: int
+    end: int
+
+    @property
+    def tiles(self) -> int:
+        return self.end - self.first
+
+
+def in_rounds(blocks: int, num_work: int, num_tiles: int) -> list[list[Piece]]:
+    """v11 without a mask, by block: each takes one work tile in a round."""
+    return [
+        [Piece(work, 0, num_tiles) for work in range(block, num_work, blocks)]
+        for block in range(blocks)
+    ]
+
+
+def equal_shares(blocks: int, num_work: int, num_tiles: int) -> list[list[Piece]]:
+    """v12 without a mask, by block, in the order of time: as by Schedule's constructor and at().
+
+    A rest begins at the tile after the beginning's last one. (In v12 its `first` is that last one:
+    P is handed over, and O += P V of it is left to the next block.)
+    """
+    full_rounds, left = divmod(num_work, blocks)
+    saved = (blocks - left) * num_tiles
+    if left == 0 or blocks > MAX_BLOCKS or saved < MIN_SAVED_TILES * blocks:
+        return in_rounds(blocks, num_work, num_tiles)
+    rounds = full_rounds - 1
+
+    def cut(block: int) -> tuple[int, int]:
+        """Where its share begins: work tiles before it, and tiles of the next."""
+        works, part = divmod(block * (blocks + left), blocks)
+        tile = num_tiles * part // blocks
+        return rounds * blocks + works, 0 if tile < 2 else tile
+
+    shares = []
+    for block in range(blocks):
+        (first_work, first_tile), (end_work, end_tile) = cut(block), cut(block + 1)
+        pieces = [Piece(end_work, 0, end_tile)] if end_tile else []
+        whole = [block + n * blocks for n in range(rounds)]
+        whole += range(end_work - 1, first_work - 1, -1)
+        pieces += [Piece(work, 0, num_tiles) for work in whole]
+        if first_tile:  # of the last one, which the block before has begun
+            pieces[-1] = Piece(first_work, first_tile, num_tiles)
+        shares.append(pieces)
+    return shares
+
+
+def _equal_shares() -> Drawing:
+    """The same work tiles in rounds, and in shares that end within one."""
+    drawing = Drawing(506)
+    sizes = SHARED_SMS, SHARED_WORK, KEY_TILES
+    title = f"No mask: {SHARED_WORK} work tiles of {KEY_TILES} tiles of keys, on {SHARED_SMS} SMs"
+    drawing.text(18, 22, title, TITLE, bold=True)
+    y, line, bottom = 218, 54, 440  # of the lower panel
+    _shares(drawing, 52, SHARE_HEIGHT, bottom, "v11: a work tile in each round", in_rounds(*sizes))
+    shares = equal_shares(*sizes)
+    spans = _shares(drawing, y, line, bottom, "v12: equal shares", shares)
+    for block, pieces in enumerate(shares[:-1]):
+        work, x, top = pieces[0].work, SHARE_LEFT, y + 20 + line * block + SHARE_HEIGHT
+        begun, goes_on = spans[block][work].end, spans[block + 1][work].start
+        points = [(begun, top + 1), (begun, top + 18), (goes_on, top + 18), (goes_on, top + 25)]
+        drawing.curve([(x + at * ROUND, down) for at, down in points], arrow=True)
+        text = "O, P, m, l in global memory"
+        drawing.text(x + begun * ROUND + 7, top + 9, text, SMALL, MUTED)
+    notes = (
+        "Color and number: the work tile. Time runs to the right, and all work tiles take equally "
+        "long.",
+        "Where a share ends within a work tile, its block computes that part first; the next block "
+        "computes the rest, last.",
+    )
+    for n, note in enumerate(notes):
+        drawing.text(18, 464 + 20 * n, note, color=MUTED)
+    return drawing
+
+
+def _shares(
+    drawing: Drawing, y: float, line: float, bottom: float, what: str, taken: list[list[Piece]]
+) -> list[dict[int, Span]]:
+    """What each block does one after another. Returns when, in rounds, by work tile."""
+    drawing.text(18, y, what, bold=True)
+    rounds = max(sum(piece.tiles for piece in pieces) for pieces in taken) / KEY_TILES
+    end = SHARE_LEFT + rounds * ROUND
+    spans: list[dict[int, Span]] = []
+    for block, pieces in enumerate(taken):
+        at, top = 0.0, y + 20 + line * block
+        drawing.text(18, top + SHARE_HEIGHT / 2, f"block {block}")
+        spans.append({})
+        for piece in pieces:
+            span = spans[-1][piece.work] = Span(at, at + piece.tiles / KEY_TILES, piece.work)
+            x, width = SHARE_LEFT + at * ROUND, (span.end - at) * ROUND
+            is_part = piece.tiles < KEY_TILES
+            text = f": tiles {piece.first}–{piece.end - 1}" if is_part else ""
+            color = BANK_COLORS[piece.work]
+            drawing.cell(x, top, width, SHARE_HEIGHT, color, f"{piece.work}{text}")
+            at = span.end
+        x = SHARE_LEFT + at * ROUND
+        if x < end:
+            drawing.cell(x, top, end - x, SHARE_HEIGHT, EMPTY, "nothing to do")
+    drawing.line(end, y + 12, end, bottom, dashed=True)
+    drawing.text(end, y, f"{rounds:g} rounds", anchor="middle")
+    return spans
