@@ -1,7 +1,7 @@
 // v12 -- equal shares: one block begins a work tile, the next one finishes it
 // change: without a mask, all blocks get the same number of tiles of keys. Where that cuts a work tile,
-//     one block computes its first tiles before all else and leaves O, P, m and l in global memory;
-//     the next one goes on from there at its end
+//     one block computes its first tiles at the beginning of its share, and leaves O, P, m and l in
+//     global memory; the next one goes on from there at its end
 // why: 2048 work tiles on 132 SMs are 15.5 rounds and take 16: in the last one half of the SMs have
 //     nothing to do; predicted: 1.03 times v11 in clocks, and less in time where busier SMs get a
 //     slower clock
@@ -66,7 +66,7 @@ struct HandedOver {
 };
 constexpr int MAX_BLOCKS = 144;  // no device of this architecture has more SMs
 // It takes the time of a few tiles to hand over. Worth it if each block saves so many.
-constexpr int MIN_SAVED_TILES = 8;
+constexpr int MIN_SAVED_TILES = 5;
 
 // The place of a tile in a ring of stages, by its number among all tiles of its kind.
 template <int STAGES>
@@ -142,7 +142,8 @@ struct Schedule {
     int section_heads;
     int num_rounds;  // that this block takes part in
     Cut begin, end;  // of its share of the work tiles after them
-    int count;       // of its work tiles, without the one that it begins for the next block
+    int last_work;   // in which the share ends
+    int count;       // of the block's work tiles
 
     __device__ explicit Schedule(const AttentionParams& params)
         : p(params),
@@ -175,20 +176,19 @@ struct Schedule {
             begin = cut(blockIdx.x);
             end = cut(blockIdx.x + 1);
         }
-        count = num_rounds + end.work - begin.work;
+        last_work = end.tile > 0 ? end.work : end.work - 1;
+        count = num_rounds + last_work - begin.work + 1;
     }
-
-    // The number of this block's first work tile. What it begins for the next block comes before all
-    // else, number -1: it is ready long before that block has come to its end.
-    __device__ int first() const { return end.tile > 0 ? -1 : 0; }
 
     // With a causal mask a work tile is the longer the later its queries are. Then they are sorted
     // by length within sections of whole heads, downwards in every other section, upwards in the
     // rest, the last one downwards: a block's long work tiles are followed by short ones.
     __device__ WorkTile at(int i) const {
-        const int index = i < 0            ? end.work
-                          : i < num_rounds ? blockIdx.x + i * gridDim.x
-                                           : end.work - 1 - (i - num_rounds);
+        // Of its share, a block computes the last work tile first, which it may only begin: that is
+        // then ready before the next block comes to its own last one. The rounds come before, as long
+        // as all blocks are in step: then SMs next to each other fetch the same tiles together.
+        const int index =
+            i < num_rounds ? blockIdx.x + i * gridDim.x : last_work - (i - num_rounds);
         int head = index / q_blocks, q_block = index % q_blocks;
         if (CAUSAL) {
             const int section = head / section_heads, first_head = section * section_heads;
@@ -203,10 +203,10 @@ struct Schedule {
         // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its rows.
         const int first_row = -((q_blocks * tile_rows - p.seq_q) / 16 * 16);
         const int q_start = first_row + q_block * tile_rows;
-        // The rest of a work tile comes last, from the tile on whose P is handed over.
-        const bool has_rest = begin.tile > 0;
+        // What is only begun; and the rest of a work tile, from the tile on whose P is handed over.
+        const bool begins = end.tile > 0 && i == num_rounds, has_rest = begin.tile > 0;
         const int first_tile = has_rest && i == count - 1 ? begin.tile - 1 : 0;
-        const int end_tile = i < 0 ? end.tile : visible_tiles(p, q_start + tile_rows - 1);
+        const int end_tile = begins ? end.tile : visible_tiles(p, q_start + tile_rows - 1);
         const int next = i == count - 1 ? NOTHING : has_rest && i == count - 2 ? REST : WORK_TILE;
         return {q_start, head % p.heads, head / p.heads, first_tile, end_tile, next};
     }
@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             load_tile<BLOCK_N>(smem.v[before.stage()], p.v_map, v_row, v_head, v_batch,
                                smem.v_full[before.stage()]);
         };
-        for (int i = schedule.first(); i < schedule.count; ++i) {
+        for (int i = 0; i < schedule.count; ++i) {
             const WorkTile work = schedule.at(i);
             const int kv_head = work.head / (p.heads / p.kv_heads);
             for (int tile = work.first; tile < work.end; ++tile, ++place.number) {
@@ -604,7 +604,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         post_signal(to.ready[warp]);
     };
     // In place of softmax_first: take over what the block before has begun. That block was started
-    // before this one, and waits for nobody until it has handed over.
+    // before this one, and waits for no other until it has handed over.
     const auto take_over = [&](const WorkTile& work) {
         HandedOver& from = handed_over[blockIdx.x - 1];
         take_signal(from.ready[warp]);

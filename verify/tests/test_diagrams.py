@@ -438,15 +438,17 @@ SHARED = [  # blocks, work tiles, tiles of keys
     (132, 255, 1023),
     (4, 5, 11),
     (3, 8, 25),
-    (2, 3, 16),
+    (2, 3, 10),
     (2, 3, 17),
+    (132, 257, 95),
+    (132, 263, 660),
 ]
 NOT_SHARED = [
     (132, 2 * 132, 64),  # nothing is left
     (132, 132, 64),
-    (2, 3, 15),  # too little is saved
-    (132, 257, 131),
-    (132, 263, 1023),
+    (2, 3, 9),  # too little is saved
+    (132, 257, 94),
+    (132, 263, 659),
     (145, 146, 64),  # too many blocks
 ]
 
@@ -477,19 +479,21 @@ def test_equal_shares_are_equal(sizes):
 
 @pytest.mark.parametrize("sizes", SHARED)
 def test_the_next_block_finishes_what_one_has_begun(sizes):
-    """It comes first in one, last in the next, and is ready before that one asks for it."""
-    num_tiles = sizes[-1]
+    """It comes after the rounds, last in the next, and is ready before that one asks for it."""
+    num_blocks, num_work, num_tiles = sizes
+    rounds = num_work // num_blocks - 1
     shares = blocks.equal_shares(*sizes)
     handed_over = 0
     for pieces, next_pieces in zip(shares, [*shares[1:], []], strict=True):
         assert all(piece.first == 0 for piece in pieces[:-1])
-        assert all(piece.end == num_tiles for piece in pieces[1:])
-        begun = pieces[0]
+        begun = pieces[rounds]
+        assert all(piece.end == num_tiles for piece in pieces if piece != begun)
         if begun.end < num_tiles:
             assert begun.end >= 2  # a beginning is worth it
             rest = next_pieces[-1]
             assert (rest.work, rest.first, rest.end) == (begun.work, begun.end, num_tiles)
-            assert begun.tiles <= sum(piece.tiles for piece in next_pieces[:-1])
+            ready = sum(piece.tiles for piece in pieces[: rounds + 1])
+            assert ready <= sum(piece.tiles for piece in next_pieces[:-1])
             handed_over += 1
     assert handed_over == sum(pieces[-1].first > 0 for pieces in shares) > 0
 
@@ -507,8 +511,8 @@ SCHEDULE = """
     shape.heads = int(p.softmax_scale) / 2048, shape.seq_k = int(p.softmax_scale) % 2048 * BLOCK_N;
     const Schedule schedule(shape);
     float* to = p.lse + 64 * block;
-    *to++ = schedule.count - schedule.first();
-    for (int i = schedule.first(); i < schedule.count; ++i) {
+    *to++ = schedule.count;
+    for (int i = 0; i < schedule.count; ++i) {
         const WorkTile work = schedule.at(i);
         *to++ = work.head, *to++ = work.first, *to++ = work.end;
     }

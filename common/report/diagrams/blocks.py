@@ -34,7 +34,7 @@ SMS, Q_BLOCKS, HEADS = 6, 6, 4
 
 # Equal shares, likewise: SMs with one block each, work tiles, and tiles of keys of each.
 SHARED_SMS, SHARED_WORK, KEY_TILES = 4, 7, 32
-MAX_BLOCKS, MIN_SAVED_TILES = 144, 8  # as in v12
+MAX_BLOCKS, MIN_SAVED_TILES = 144, 5  # as in v12
 SHARE_LEFT, SHARE_HEIGHT, ROUND = 76, 28, 356  # pixels
 
 
@@ -431,10 +431,9 @@ def equal_shares(blocks: int, num_work: int, num_tiles: int) -> list[list[Piece]
     shares = []
     for block in range(blocks):
         (first_work, first_tile), (end_work, end_tile) = cut(block), cut(block + 1)
-        pieces = [Piece(end_work, 0, end_tile)] if end_tile else []
-        whole = [block + n * blocks for n in range(rounds)]
-        whole += range(end_work - 1, first_work - 1, -1)
-        pieces += [Piece(work, 0, num_tiles) for work in whole]
+        pieces = [Piece(block + n * blocks, 0, num_tiles) for n in range(rounds)]
+        pieces += [Piece(end_work, 0, end_tile)] if end_tile else []
+        pieces += [Piece(work, 0, num_tiles) for work in range(end_work - 1, first_work - 1, -1)]
         if first_tile:  # of the last one, which the block before has begun
             pieces[-1] = Piece(first_work, first_tile, num_tiles)
         shares.append(pieces)
