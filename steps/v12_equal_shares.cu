@@ -46,14 +46,15 @@ constexpr float MAX_SUM = std::is_same_v<Element, fp16> ? 65504.0f : 0x1p16f;
 // Beyond it P cannot be brought back by one normal power of two; it may be infinite.
 constexpr float LOST_SUM = 0x1p100f;
 
-// What a block computes after a work tile: nothing, another one, or the rest of one.
-enum Next { NOTHING, WORK_TILE, REST };
+// What a block computes after a work tile: another one, nothing, or the rest of one.
+enum Next { WORK_TILE, NOTHING, REST };
 
 // Up to BLOCK_M queries of a head, and the tiles of keys that this block computes for them.
 struct WorkTile {
     int q_start, head, batch;
-    int first, end;  // at least one tile
-    int next;        // enum Next
+    int end;    // the tile after the last one
+    int next;   // enum Next
+    int first;  // the first tile
 };
 
 // What a block leaves of a work tile that it has begun: O, P, m and l before O += P V of its last tile.
@@ -205,10 +206,10 @@ struct Schedule {
         const int q_start = first_row + q_block * tile_rows;
         // What is only begun; and the rest of a work tile, from the tile on whose P is handed over.
         const bool begins = end.tile > 0 && i == num_rounds, has_rest = begin.tile > 0;
-        const int first_tile = has_rest && i == count - 1 ? begin.tile - 1 : 0;
+        const int first = has_rest && i == count - 1 ? begin.tile - 1 : 0;
         const int end_tile = begins ? end.tile : visible_tiles(p, q_start + tile_rows - 1);
         const int next = i == count - 1 ? NOTHING : has_rest && i == count - 2 ? REST : WORK_TILE;
-        return {q_start, head % p.heads, head / p.heads, first_tile, end_tile, next};
+        return {q_start, head % p.heads, head / p.heads, end_tile, next, first};
     }
 };
 
@@ -362,9 +363,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
                         swizzled(smem.q_o, warp_row + lane % 16, d + lane / 16 * 8));
         __syncwarp();  // every lane has its elements, whose place is then O's
-        return WorkTile{uniform(work.q_start), uniform(work.head),
-                        uniform(work.batch),   CAUSAL ? 0 : uniform(work.first),
-                        uniform(work.end),     uniform(work.next)};
+        return WorkTile{uniform(work.q_start), uniform(work.head), uniform(work.batch),
+                        uniform(work.end),     uniform(work.next), uniform(work.first)};
     };
 
     // Every product that reads Q from shared memory has ended.
@@ -557,11 +557,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                : last_row >= 0 ? work.end
                                : max(work.first + 1, work.end - MOST_HIDDEN);
     };
+    // With a mask always 0. As a constant: otherwise ptxas makes another, slower loop of it.
+    const auto first_tile = [](const WorkTile& work) { return CAUSAL ? 0 : work.first; };
     // After the first tile's P.
     const auto end_first = [&](const WorkTile& work) {
         // O has left Q's place. The warp's other lanes learn it at the barrier of their next turn.
         if (Q_PANELS > 0 && lane == 0) cp_async_bulk_wait_group_read<0>();
-        if (Q_SMEM_DIM == 0 || group_tiles(work) == work.first + 1) release_q();
+        if (Q_SMEM_DIM == 0 || group_tiles(work) == first_tile(work) + 1) release_q();
         wait_for(smem.v_full[place.stage()], place.phase());
         ++place.number;
     };
@@ -700,7 +702,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         // ---- for each K/V tile
         const int last_tile = group_tiles(work) - 1;
         bool raised = false;
-        for (int tile = work.first + 1; tile <= last_tile; ++tile, ++place.number) {
+        for (int tile = first_tile(work) + 1; tile <= last_tile; ++tile, ++place.number) {
             wait_for_turn();
             start_s();
             if (raised) rescale_o();  // while S is multiplied

@@ -30,7 +30,7 @@ from ..records import read_replaced
 from ..runtime.gpu import GpuBackend
 from ..step import Step
 from .peers import Peer, load
-from .timing import time_rounds
+from .timing import SLEEP_CYCLES, time_rounds
 from .trial import describe_cell, require_right, try_call, try_steps
 
 WITHOUT = ("sdpa_math",)  # holds all scores: nobody would choose it for these lengths
@@ -73,7 +73,8 @@ def measure_cell(
     for name, trial in trials.items():
         require_right(name, trial.errors, case, expected)
     calls = {name: trial.call for name, trial in trials.items()}
-    timed = time_rounds(calls, rounds=affordable_rounds(_seconds(calls.values())))
+    rounds = affordable_rounds(_seconds(calls.values()))
+    timed = time_rounds(calls, rounds=rounds, sleep_cycles=SLEEP_CYCLES)
     flops = FORWARD.flops(case.problem)
     outcomes = {
         name: trial.outcome(timed.samples_ms[name], flops) for name, trial in trials.items()

@@ -35,12 +35,11 @@ from ..runtime.gpu import GpuBackend
 from ..step import Step
 from .device_state import device_state, git_state, versions
 from .peers import Peer, load
-from .timing import time_interleaved
+from .timing import SLEEP_CYCLES, time_interleaved
 from .trial import describe_cell, require_right, try_call
 
 WITHOUT = ("sdpa_math",)  # several kernels: nobody would choose it for small calls
 ROUNDS = 100
-SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than the host launches a round
 # Calls that the host makes before it waits: fewer than the device's launch queue holds.
 BURSTS, CALLS = 10, 20
 

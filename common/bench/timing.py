@@ -12,6 +12,8 @@ from tqdm import tqdm
 
 from .device_state import device_state
 
+SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to launch a round
+
 
 def time_interleaved(
     candidates: dict[str, Callable[[], object]],

@@ -146,10 +146,10 @@ def test_an_unknown_keyword_is_a_type_error() -> None:
 @pytest.mark.gpu
 def test_runs_on_the_current_stream_without_waiting() -> None:
     inputs = _inputs("cuda")
-    attention(**inputs)  # compiles
-    torch.cuda.synchronize()
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
+            attention(**inputs)  # compiles, and allocates the stream's memory
+            torch.cuda.synchronize()
             late = {name: torch.zeros_like(t) for name, t in inputs.items()}
             torch.cuda._sleep(200_000_000)  # about a tenth of a second
             for name, t in inputs.items():
