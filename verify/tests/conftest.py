@@ -29,7 +29,9 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "device_state", lambda: "not collected")
     monkeypatch.setattr(cells, "_seconds", lambda calls: 0.2)
     monkeypatch.setattr(
-        timing, "time_interleaved", lambda calls, rounds: {name: [2.0] * rounds for name in calls}
+        timing,
+        "time_interleaved",
+        lambda calls, rounds, sleep_cycles: {name: [2.0] * rounds for name in calls},
     )
 
 
