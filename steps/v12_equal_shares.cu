@@ -66,7 +66,7 @@ struct HandedOver {
     Signal ready[PRODUCER / 32];  // of each warp
 };
 constexpr int MAX_BLOCKS = 144;  // no device of this architecture has more SMs
-// It takes the time of a few tiles to hand over. Worth it if each block saves so many.
+// Handing over takes the time of a few tiles, and must save each block more.
 constexpr int MIN_SAVED_TILES = 5;
 
 // The place of a tile in a ring of stages, by its number among all tiles of its kind.
@@ -170,7 +170,8 @@ struct Schedule {
             const auto cut = [&](int block) {
                 // A work tile has `blocks` parts.
                 const int parts = block * (blocks + left), part = parts % blocks;
-                // num_tiles * part / blocks, in which no product overflows
+                // num_tiles * part / blocks, in which no product overflows; a single tile is not worth
+                // handing over
                 const int tile = num_tiles / blocks * part + num_tiles % blocks * part / blocks;
                 return Cut{num_rounds * blocks + parts / blocks, tile < 2 ? 0 : tile};
             };
@@ -187,7 +188,7 @@ struct Schedule {
     __device__ WorkTile at(int i) const {
         // Of its share, a block computes the last work tile first, which it may only begin: that is
         // then ready before the next block comes to its own last one. The rounds come before, as long
-        // as all blocks are in step: then SMs next to each other fetch the same tiles together.
+        // as all blocks are in step: then those of a head ask for the same tiles at the same time.
         const int index =
             i < num_rounds ? blockIdx.x + i * gridDim.x : last_work - (i - num_rounds);
         int head = index / q_blocks, q_block = index % q_blocks;
@@ -605,8 +606,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
         post_signal(to.ready[warp]);
     };
-    // In place of softmax_first: take over what the block before has begun. That block was started
-    // before this one, and waits for no other until it has handed over.
+    // In place of softmax_first: take over what the block before has begun. Blocks start in the order
+    // of their numbers, and that one waits for no other until it has handed over.
     const auto take_over = [&](const WorkTile& work) {
         HandedOver& from = handed_over[blockIdx.x - 1];
         take_signal(from.ready[warp]);
@@ -737,8 +738,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         if (raised) rescale_o();
         if (!CAUSAL && work.end < visible_tiles(p, 0)) {
             hand_over();
-            // The epilogue writes nothing of rows before the first, and is otherwise as it always is:
-            // one more way into the loop would cost registers.
+            // O += P V is in vain then, and the epilogue writes nothing of rows before the first. To pass
+            // them over would be one more way into the loop, which costs registers.
             work.q_start = -BLOCK_M;
         }
         const WorkTile done = work;

@@ -1,5 +1,6 @@
-// Signals from one block to another of the same launch, through global memory. A block may take only
-// what a block posts that is certain to run meanwhile: all that wait for each other must be resident.
+// Signals from one block to another of the same launch, through global memory. A block may wait only
+// for one that is certain to run meanwhile: for any where all fit on the device at once, otherwise for
+// one that starts earlier and waits for nobody before it posts.
 // common/runtime/simt/signal.cuh is the twin for the host compiler.
 #pragma once
 #include "attention.cuh"
