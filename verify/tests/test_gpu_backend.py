@@ -10,16 +10,16 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from common.catalog import all_steps
+from common.catalog import find_step
 from common.runtime import gpu
 from common.runtime.cpu import CpuBackend
 from common.runtime.launch import params_type
 
 CONTEXT = 7  # torch's
 GAP = b"gap"  # before a kernel's parameter
-V01, *_ = all_steps()
+V01 = find_step("v01")
 # Without a workspace, whose address may change from call to call.
-(V11,) = (step for step in all_steps() if step.name == "v11")
+V11 = find_step("v11")
 PARAMS = params_type(V11.operation)
 
 
