@@ -52,9 +52,8 @@ enum Next { WORK_TILE, NOTHING, REST };
 // Up to BLOCK_M queries of a head, and the tiles of keys that this block computes for them.
 struct WorkTile {
     int q_start, head, batch;
-    int end;    // the tile after the last one
-    int next;   // enum Next
-    int first;  // the first tile
+    int first, end;  // tiles of keys; `end` is the one after the last
+    Next next;
 };
 
 // What a block leaves of a work tile that it has begun: O, P, m and l before O += P V of its last tile.
@@ -100,8 +99,7 @@ __constant__ LaunchDescriptor launch_descriptor = {
                  .threads = NUM_THREADS,
                  .smem_bytes = sizeof(SharedMemory),
                  .blocks_per_sm = 1}},
-    // One for each block at least: the batch, rounded up to a multiple of MAX_BLOCKS.
-    .workspace = {{CAUSAL ? 0 : sizeof(HandedOver), {{BATCH, MAX_BLOCKS}}}},
+    .workspace = {{CAUSAL ? 0 : MAX_BLOCKS * sizeof(HandedOver)}},
     .q_box = {BLOCK_M, PANEL, SWIZZLE_128B},
     .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
     .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
@@ -170,10 +168,9 @@ struct Schedule {
             const auto cut = [&](int block) {
                 // A work tile has `blocks` parts.
                 const int parts = block * (blocks + left), part = parts % blocks;
-                // num_tiles * part / blocks, in which no product overflows; a single tile is not worth
-                // handing over
+                // num_tiles * part / blocks, in which no product overflows
                 const int tile = num_tiles / blocks * part + num_tiles % blocks * part / blocks;
-                return Cut{num_rounds * blocks + parts / blocks, tile < 2 ? 0 : tile};
+                return Cut{num_rounds * blocks + parts / blocks, tile};
             };
             begin = cut(blockIdx.x);
             end = cut(blockIdx.x + 1);
@@ -209,8 +206,8 @@ struct Schedule {
         const bool begins = end.tile > 0 && i == num_rounds, has_rest = begin.tile > 0;
         const int first = has_rest && i == count - 1 ? begin.tile - 1 : 0;
         const int end_tile = begins ? end.tile : visible_tiles(p, q_start + tile_rows - 1);
-        const int next = i == count - 1 ? NOTHING : has_rest && i == count - 2 ? REST : WORK_TILE;
-        return {q_start, head % p.heads, head / p.heads, end_tile, next, first};
+        const Next next = i == count - 1 ? NOTHING : has_rest && i == count - 2 ? REST : WORK_TILE;
+        return {q_start, head % p.heads, head / p.heads, first, end_tile, next};
     }
 };
 
@@ -365,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                         swizzled(smem.q_o, warp_row + lane % 16, d + lane / 16 * 8));
         __syncwarp();  // every lane has its elements, whose place is then O's
         return WorkTile{uniform(work.q_start), uniform(work.head), uniform(work.batch),
-                        uniform(work.end),     uniform(work.next), uniform(work.first)};
+                        uniform(work.first),   uniform(work.end),  Next(uniform(work.next))};
     };
 
     // Every product that reads Q from shared memory has ended.

@@ -287,6 +287,8 @@ CASES = (
     Case("shares_walks", Shape(1, 7, 7, 20, 1400, 64), FP16, inputs=walks(2, 25)),
     Case("shares_walks_far", Shape(1, 3, 1, 20, 1400, 64), BF16, inputs=walks(-60, 120, -220)),
     Case("shares_spare_group", Shape(1, 3, 3, 260, 1400, 64), BF16),
+    # On 5 multiprocessors the first block begins a single tile of 7.
+    Case("shares_one_tile", Shape(1, 6, 6, 20, 890, 64), FP16, inputs=walks(2, 25)),
     Case("shares_128", Shape(1, 3, 3, 70, 1400, 128), BF16),
     Case("shares_256", Shape(1, 3, 3, 70, 700, 256), FP16),
     Case(

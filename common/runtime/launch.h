@@ -46,7 +46,7 @@ struct KernelLaunch {  // an empty name ends the list of kernels
 
 struct Workspace {  // element_bytes 0: no such workspace
     int32_t element_bytes;
-    Extent shape[4];  // elements = product of size rounded up to a multiple of tile
+    Extent shape[4];  // elements = product of size rounded up to a multiple of tile; no axis: 1
 };
 
 // How a box lies in shared memory: with the 16-byte chunks permuted in every 8 rows of this many

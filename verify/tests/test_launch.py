@@ -111,6 +111,22 @@ def test_grid_is_limited(blocks_per_sm, multiprocessors, blocks):
     assert [kernel.blocks for kernel in plan.kernels] == [blocks]
 
 
+@pytest.mark.parametrize(
+    ("shape", "num_bytes"),
+    [
+        ([], 24),  # the same for each call
+        ([(SIZE_SEQ_Q, 64)], 24 * 256),
+        ([(SIZE_HEADS, 1), (SIZE_SEQ_Q, 64)], 24 * 3 * 256),
+    ],
+)
+def test_workspace_bytes(shape, num_bytes):
+    needs_workspace = descriptor(0)
+    needs_workspace.workspace[0].element_bytes = 24
+    for axis, (size, tile) in enumerate(shape):
+        needs_workspace.workspace[0].shape[axis] = launch._Extent(size, tile)
+    assert launch.evaluate(needs_workspace, SIZES, 132).workspace_bytes == (num_bytes,)
+
+
 def test_seeds_differ_in_the_number_of_multiprocessors(tmp_path):
     """Odd seeds have one more, so that no result of a check depends on their number."""
     path = write_step(tmp_path, "grid", "if (t == 0) p.lse[block] = gridDim.x;").path

@@ -425,8 +425,7 @@ def equal_shares(blocks: int, num_work: int, num_tiles: int) -> list[list[Piece]
     def cut(block: int) -> tuple[int, int]:
         """Where its share begins: work tiles before it, and tiles of the next."""
         works, part = divmod(block * (blocks + left), blocks)
-        tile = num_tiles * part // blocks
-        return rounds * blocks + works, 0 if tile < 2 else tile
+        return rounds * blocks + works, num_tiles * part // blocks
 
     shares = []
     for block in range(blocks):
