@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .operation import Operation, operation_of
+from .operation import FORWARD, Operation, operation_of
 
 NUMBER = (int, float)
 # The events of a tile in a timeline.
@@ -198,6 +198,7 @@ _CELL = {
 CELL = {
     **_CELL,
     "tflops": {EACH: AnyOf([_positive, {"missing": str}])},
+    "errors": {EACH: {FORWARD.outputs[0].name: NUMBER}},
     "samples_ms": _some({EACH: [_positive]}),
 }
 GRID_RECORD = {

@@ -603,8 +603,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
         post_signal(to.ready[warp]);
     };
-    // In place of softmax_first: take over what the block before has begun. Blocks start in the order
-    // of their numbers, and that one waits for no other until it has handed over.
+    // In place of softmax_first: take over what the block before has begun. GPUs start blocks in
+    // the order of their numbers, and that one waits for no other until it has handed over.
     const auto take_over = [&](const WorkTile& work) {
         HandedOver& from = handed_over[blockIdx.x - 1];
         take_signal(from.ready[warp]);

@@ -75,7 +75,7 @@ def sudden_logits(case: Case, rng: torch.Generator) -> Inputs:
     """Normal, but for a few queries some keys, none in the first tile, exceed all before them.
 
     Every third head of k, counted through the batches, is left alone, so that a kernel that trusts
-    a row's first tile must recompute some blocks of queries, each for a few of its rows.
+    a row's first tile must repair some blocks of queries, each for a few of its rows.
     """
     q, k, v = normal(case, rng)
     signs = _signs((case.shape.head_dim,), rng)
@@ -92,7 +92,7 @@ def sudden_in_late_heads(case: Case, rng: torch.Generator) -> Inputs:
     """Normal, but in the last 2 of every 66 heads a late key exceeds the first tile by 2^130.
 
     Each of two persistent blocks has computed 32 work tiles before it gets there. Which rows a step
-    computes again, as v10 does, must not depend on the number of blocks: their last bits differ.
+    repairs must not depend on the number of blocks: their last bits differ.
     """
     q, k, v = normal(case, rng)
     signs = _signs((case.shape.head_dim,), rng)

@@ -6,6 +6,7 @@
     peers.sdpa_cudnn.time_ms : .3f       of the latest run
     experiments.v04_no_padding.gain : .2f
     grid.d64_causal_4096.v07 : .1f       TFLOP/s of a step or a peer in a cell of the grid
+    grid.d64_causal_4096.v07.error       the largest error of its o
     distributions.d64_causal_fp16_normal_4.v10           likewise
     distributions.d64_causal_fp16_normal_4.rescaled      a share of a cell
     v06.sass.attention_forward.HMMA      one of derived.static_derived
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import UsageError
+from ..operation import FORWARD
 from ..problem import DISTRIBUTIONS, GRID
 from ..record_schema import SHARES
 from .derived import derived, static_derived
@@ -145,9 +147,9 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
 
 def _cell_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -> _Value:
     names = list(_CELLS[kind])
-    if len(keys) != 2:
+    if len(keys) != 2 and keys[2:] != ["error"]:
         raise UsageError(f"'{text}' does not read like '{kind}.{names[0]}.v07'")
-    cell_name, name = keys
+    cell_name, name, *error = keys
     _require(cell_name, names, text)
     measured = getattr(record_set, kind)
     cells = {cell["name"]: cell for cell in measured.record["cells"]} if measured else {}
@@ -156,7 +158,7 @@ def _cell_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -
     cell = cells[cell_name]
     if name in measured.stale:
         raise _Unavailable(STALE)
-    if name in SHARES and name in cell:
+    if name in SHARES and name in cell and not error:
         if cell[name] is None:
             raise _Unavailable(NOT_MEASURED)
         return _Value(cell[name])
@@ -166,6 +168,9 @@ def _cell_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -
     rate = cell["tflops"][name]
     if isinstance(rate, dict):
         raise _Unavailable("missing")
+    if error:
+        _require(name, list(cell["errors"]), text)
+        return _Value(cell["errors"][name][FORWARD.outputs[0].name])
     return _Value(rate, cell["run"])
 
 

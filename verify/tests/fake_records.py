@@ -96,6 +96,7 @@ def fake_grid(*steps: Step) -> dict:
                 **shape,
                 "causal": causal,
                 "tflops": rates,
+                "errors": {name: {"o": 0.001} for name in rates if name != "sdpa_math"},
                 "samples_ms": {name: [1.0, 2.0, 3.0] for name in rates},
             }
             for name, causal in (("d64_4096", False), ("d64_causal_4096", True))

@@ -1,7 +1,5 @@
 """NVIDIA's compute-sanitizer on all steps, on small shapes that leave ragged tiles.
 
-Steps whose blocks wait for each other also run where they do, which takes as many blocks as fit.
-
 `python -m verify.tests.test_compute_sanitizer CASE ...` is what the tools watch. It launches and
 checks nothing, as the tools slow down torch's kernels, too.
 """
@@ -24,7 +22,8 @@ from common.runtime.build import nvcc
 from verify.cases import find_cases
 
 CASES = ("single_token", "ragged", "causal_short_k", "gqa_causal_padded", "head_dim_40")
-SIGNAL_CASES = ("shares_gpu", "shares_gpu_128")  # in which v12's blocks hand over work tiles
+# More work tiles than multiprocessors; v12's blocks hand some over.
+MANY_TILES = ("shares_gpu", "shares_gpu_128")
 CLEAN = {
     "memcheck": "ERROR SUMMARY: 0 errors",
     "racecheck": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
@@ -46,12 +45,12 @@ def test_clean(tool: str) -> None:
     if tool != "initcheck":  # which has to see torch's kernels, too, when they write q, k and v
         command += ["--kernel-regex", "kernel_substring=attention_"]
     command += [sys.executable, "-m", "verify.tests.test_compute_sanitizer", *CASES]
-    # initcheck: a block looks for its signal in memory that nobody has written yet.
-    # racecheck knows no signals, only shared memory, and does not see that __syncwarp orders a warp
-    # where it compiles to no instruction: it reports a race of v11 and v12 wherever a stage of
-    # `work` is used again, and none if lane 0 alone reads from there, or all lanes arrive after it.
+    # Not initcheck: a block of v12 looks for its signal in memory that nobody has written yet.
+    # Not racecheck: it does not see that __syncwarp orders a warp where it compiles to no
+    # instruction. It reports a race of v11 and v12 wherever a stage of `work` is used again, and
+    # none if lane 0 alone reads from there, or if all lanes arrive after it.
     if tool in ("memcheck", "synccheck"):
-        command += SIGNAL_CASES
+        command += MANY_TILES
     # Without torch's cache every tensor is an allocation of its own, whose end memcheck knows.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     ended = subprocess.run(
@@ -67,11 +66,8 @@ def _launch_all() -> None:
 
     backend = GpuBackend()
     for step in all_steps():
-        has_signals = '#include "signal.cuh"' in step.path.read_text()
         for case in find_cases(sys.argv[1:]):
             if backend.refusal(step, case.specialization):
-                continue
-            if case.name in SIGNAL_CASES and not has_signals:
                 continue
             inputs = case.make(backend.device)
             run(backend, step, *inputs, causal=case.causal, softmax_scale=case.scale)

@@ -424,10 +424,10 @@ def test_each_schedule_has_each_work_tile_once():
         for head, q_block in product(range(blocks.HEADS), range(blocks.Q_BLOCKS))
     }
     for schedule in (by_sm, blocks.as_they_come()):
-        taken = [work for works in schedule for work in works]
+        taken = [work for work_tiles in schedule for work in work_tiles]
         assert len(taken) == len(everything)
         assert set(taken) == everything
-    assert len({blocks.tiles(works) for works in by_sm}) == 1  # all are done at once
+    assert len({blocks.tiles(work_tiles) for work_tiles in by_sm}) == 1  # all are done at once
     assert max(map(blocks.tiles, blocks.as_they_come())) > blocks.tiles(by_sm[0])
 
 

@@ -381,6 +381,7 @@ def test_without_a_record(tmp_path):
         ),
         ("distributions.d64_bf16_normal_1.sdpa_math", "missing"),
         ("distributions.d64_bf16_normal_1.v03", "not measured"),
+        ("distributions.d64_bf16_normal_1.v02.error : .0e", "1e-03"),
     ],
 )
 def test_expression(record_set, expression, text):
@@ -394,6 +395,7 @@ def test_expression(record_set, expression, text):
         "distributions.d64_bf16_normal_1",
         "distributions.d64_4096.v01",
         "distributions.d64_bf16_normal_1.v99",
+        "distributions.d64_bf16_normal_1.rescaled.error",
     ],
 )
 def test_expression_that_means_nothing(record_set, expression):

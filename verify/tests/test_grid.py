@@ -355,6 +355,10 @@ def test_without_a_record(tmp_path):
         ("grid.d64_4096.sdpa_math", "missing"),
         ("grid.d64_4096.v03", "not measured"),
         ("grid.gqa_16384.v02", "not measured"),
+        ("grid.d64_4096.v02.error : .0e", "1e-03"),
+        ("grid.d64_4096.v02.error / grid.d64_causal_4096.sdpa_flash.error", "1.0"),
+        ("grid.d64_4096.sdpa_math.error", "missing"),
+        ("grid.gqa_16384.v02.error", "not measured"),
     ],
 )
 def test_expression(record_set, expression, text):
@@ -363,7 +367,15 @@ def test_expression(record_set, expression, text):
 
 @pytest.mark.parametrize(
     "expression",
-    ["grid", "grid.d64_4096", "grid.d64.v01", "grid.d64_4096.v99", "grid.d64_4096.v01.time_ms"],
+    [
+        "grid",
+        "grid.d64_4096",
+        "grid.d64.v01",
+        "grid.d64_4096.v99",
+        "grid.d64_4096.v99.error",
+        "grid.d64_4096.v01.time_ms",
+        "grid.d64_4096.v01.error.o",
+    ],
 )
 def test_expression_that_means_nothing(record_set, expression):
     with pytest.raises(UsageError):

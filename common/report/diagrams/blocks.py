@@ -314,9 +314,9 @@ def rounds() -> list[list[WorkTile]]:
     """v10: a work tile for every SM, from long to short in one round, the reverse in the next."""
     found = []
     for head in range(HEADS):
-        works = [WorkTile(head, q_block) for q_block in range(Q_BLOCKS)]
+        work_tiles = [WorkTile(head, q_block) for q_block in range(Q_BLOCKS)]
         downwards = (HEADS - 1 - head) % 2 == 0  # the last one is
-        found.append(works[::-1] if downwards else works)
+        found.append(work_tiles[::-1] if downwards else work_tiles)
     return found
 
 
@@ -330,8 +330,8 @@ def as_they_come() -> list[list[WorkTile]]:
     return taken
 
 
-def tiles(works: list[WorkTile]) -> int:
-    return sum(work.tiles for work in works)
+def tiles(work_tiles: list[WorkTile]) -> int:
+    return sum(work.tiles for work in work_tiles)
 
 
 def _causal_schedule() -> Drawing:
@@ -346,22 +346,22 @@ def _causal_schedule() -> Drawing:
         middle = left + (sm + 0.5) * width
         drawing.text(middle, top - 12, f"SM {sm}", SMALL, MUTED, anchor="middle")
     snake: list[tuple[float, float]] = []
-    for n, works in enumerate(rounds()):
+    for n, work_tiles in enumerate(rounds()):
         y = top + n * line
         drawing.text(18, y + height / 2, f"round {n}")
-        for sm, work in enumerate(works):
+        for sm, work in enumerate(work_tiles):
             text = f"{work.tiles}"
             drawing.cell(left + sm * width, y, width, height, TINTS[work.head], text)
         ends = (left - 10, left + SMS * width + 10)
         below = y + height + 10
-        snake += [(end, below) for end in (ends if works[0].q_block == 0 else ends[::-1])]
+        snake += [(end, below) for end in (ends if work_tiles[0].q_block == 0 else ends[::-1])]
     drawing.curve(snake, arrow=True)
     text = "The arrow goes from short to long, a round from left to right, the next one back."
     drawing.text(18, top + HEADS * line + 16, text, color=MUTED)
     text = "Color: the head. Length: the tiles of K and V that the queries of a work tile see."
     drawing.text(18, top + HEADS * line + 36, text, color=MUTED)
 
-    by_sm = [[works[sm] for works in rounds()] for sm in range(SMS)]
+    by_sm = [[work_tiles[sm] for work_tiles in rounds()] for sm in range(SMS)]
     for y, what, taken in (
         (50, "v09: in the order of the grid", as_they_come()),
         (196, "v10", by_sm),
@@ -375,10 +375,10 @@ def _bars(drawing: Drawing, x: float, y: float, what: str, taken: list[list[Work
     unit, row = 19, 17
     most = max(map(tiles, taken))
     drawing.text(x, y, f"{what}: done after the time of {most} tiles", bold=True)
-    for sm, works in enumerate(taken):
+    for sm, work_tiles in enumerate(taken):
         left, top = x + 46, y + 16 + row * sm
         drawing.text(x, top + row / 2, f"SM {sm}", SMALL, MUTED)
-        for work in works:
+        for work in work_tiles:
             width = work.tiles * unit
             drawing.cell(left, top, width, row, TINTS[work.head], f"{work.tiles}")
             left += width
@@ -424,8 +424,8 @@ def equal_shares(blocks: int, num_work: int, num_tiles: int) -> list[list[Piece]
 
     def cut(block: int) -> tuple[int, int]:
         """Where its share begins: work tiles before it, and tiles of the next."""
-        works, part = divmod(block * (blocks + left), blocks)
-        return rounds * blocks + works, num_tiles * part // blocks
+        work_tiles, part = divmod(block * (blocks + left), blocks)
+        return rounds * blocks + work_tiles, num_tiles * part // blocks
 
     shares = []
     for block in range(blocks):
