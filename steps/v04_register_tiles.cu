@@ -3,7 +3,7 @@
 //     memory serves several multiplications; row max and sum by warp shuffles; P goes through
 //     shared memory, because the threads that need a row of it are not the ones that computed it
 // why: v03 takes a word from shared memory for each multiplication; here it is 3/8 in S = Q K^T and
-//     1/4 in O += P V, so that the multipliers should become the limit: 1.7 times v03
+//     1/4 in O += P V, so that the multipliers should become the limit; predicted: 1.7 times v03
 // limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_80; more than 99 KiB of shared memory from
 //     head_dim 216 on, which sm_86 and sm_89 lack
 #include "attention.cuh"

@@ -57,7 +57,8 @@ struct WorkTile {
 };
 
 // What a block leaves of a work tile that it has begun: O, P, m and l before O += P V of its last tile.
-// The thread of the same number goes on with them.
+// The thread of the same number goes on with them. After a single tile O means nothing yet: its first
+// product overwrites it.
 struct HandedOver {
     float o[DIM / 8][4][PRODUCER];
     uint32_t p[BLOCK_N / 16][4][PRODUCER];
@@ -604,7 +605,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         post_signal(to.ready[warp]);
     };
     // In place of softmax_first: take over what the block before has begun. GPUs start blocks in
-    // the order of their numbers, and that one waits for no other until it has handed over.
+    // the order of their numbers, and the block before waits for no other until it has handed over.
     const auto take_over = [&](const WorkTile& work) {
         HandedOver& from = handed_over[blockIdx.x - 1];
         take_signal(from.ready[warp]);

@@ -96,7 +96,11 @@ def fake_grid(*steps: Step) -> dict:
                 **shape,
                 "causal": causal,
                 "tflops": rates,
-                "errors": {name: {"o": 0.001} for name in rates if name != "sdpa_math"},
+                "errors": {
+                    name: {"o": rate / (1e6 if causal else 1e5)}
+                    for name, rate in rates.items()
+                    if name != "sdpa_math"
+                },
                 "samples_ms": {name: [1.0, 2.0, 3.0] for name in rates},
             }
             for name, causal in (("d64_4096", False), ("d64_causal_4096", True))

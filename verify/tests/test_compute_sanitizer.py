@@ -47,7 +47,7 @@ def test_clean(tool: str) -> None:
     command += [sys.executable, "-m", "verify.tests.test_compute_sanitizer", *CASES]
     # Not initcheck: a block of v12 looks for its signal in memory that nobody has written yet.
     # Not racecheck: it does not see that __syncwarp orders a warp where it compiles to no
-    # instruction. It reports a race of v11 and v12 wherever a stage of `work` is used again, and
+    # instruction. It reports a race in v11 and v12 wherever a stage of `work` is used again, and
     # none if lane 0 alone reads from there, or if all lanes arrive after it.
     if tool in ("memcheck", "synccheck"):
         command += MANY_TILES
