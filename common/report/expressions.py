@@ -6,8 +6,8 @@
     peers.sdpa_cudnn.time_ms : .3f       of the latest run
     experiments.v04_no_padding.gain : .2f
     grid.d64_causal_4096.v07 : .1f       TFLOP/s of a step or a peer in a cell of the grid
-    grid.d64_causal_4096.v07.error       the largest error of its o
     distributions.d64_causal_fp16_normal_4.v10           likewise
+    grid.d64_causal_4096.v07.error       the largest error of its o, in distributions likewise
     distributions.d64_causal_fp16_normal_4.rescaled      a share of a cell
     v06.sass.attention_forward.HMMA      one of derived.static_derived
     v06.banks.ldmatrix_x4.conflicts
