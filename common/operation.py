@@ -90,7 +90,24 @@ FORWARD = Operation(
     yardstick="attention_in_dtype",
     headline=HEADLINE,
 )
-OPERATIONS = {operation.letter: operation for operation in (FORWARD,)}
+# o and lse are what forward returned, rounded as it rounds them; dout is the gradient of o.
+BACKWARD = Operation(
+    name="backward",
+    letter="b",
+    inputs=(
+        *FORWARD.inputs,
+        Operand("o", _QUERIES),
+        Operand("lse", _ROWS),
+        Operand("dout", _QUERIES),
+    ),
+    outputs=(Operand("dq", _QUERIES), Operand("dk", _KEYS), Operand("dv", _KEYS)),
+    scalars=("softmax_scale",),
+    products=5,
+    oracle="gradients_reference",
+    yardstick="gradients_in_dtype",
+    headline=HEADLINE,
+)
+OPERATIONS = {operation.letter: operation for operation in (FORWARD, BACKWARD)}
 
 
 def operation_of(step_name: str) -> Operation:

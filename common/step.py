@@ -26,6 +26,8 @@ _LIMITS = re.compile(
     r"(; more than \d+ KiB of shared memory from head_dim (?P<large_smem>\d+) on)?"
 )
 
+_REPEATS = re.compile(r"all bits but (?P<outputs>\w+(?:'s, \w+)*)'s; \S")
+
 HEAD_DIMS = range(8, 257, 8)  # those that the cases of verify/ cover: a step can promise no others
 
 
@@ -72,6 +74,7 @@ class Step:
     change: str
     why: str
     limits: Limits
+    unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
     code_sha256: str  # of its code and its headers', without comments
 
     @property
@@ -86,7 +89,8 @@ class Step:
 
 
 def read_step(path: Path) -> Step:
-    """Parses the header comment of a step's file: title line, change:, why:, limits:.
+    """Parses the header comment of a step's file: title line, change:, why:, limits:, and repeats:
+    where a repeated call may give other bits.
 
     Raises UsageError where the file cannot be read or says something else.
     """
@@ -108,7 +112,7 @@ def read_step(path: Path) -> Step:
     fields: dict[str, str] = {}
     key = None
     for line in header[1:]:
-        if found := re.match(r"(change|why|limits): *(.*)", line):
+        if found := re.match(r"(change|why|limits|repeats): *(.*)", line):
             key = found[1]
             fields[key] = found[2]
         elif line and key:
@@ -125,8 +129,24 @@ def read_step(path: Path) -> Step:
         change=fields["change"],
         why=fields["why"],
         limits=_parse_limits(path, fields["limits"]),
+        unordered=_parse_repeats(path, title[1], fields.get("repeats")),
         code_sha256=sha256,
     )
+
+
+def _parse_repeats(path: Path, name: str, text: str | None) -> tuple[str, ...]:
+    """Parses a `repeats:` line, e.g. "all bits but dq's; blocks add to it in any order"."""
+    if text is None:
+        return ()
+    outputs = [output.name for output in operation_of(name).outputs]
+    found = _REPEATS.match(text)
+    named = tuple(found["outputs"].split("'s, ")) if found else ()
+    if not found or not set(named) <= set(outputs):
+        raise UsageError(
+            f"{path}: 'repeats:' must read like \"all bits but {outputs[0]}'s; why\" and name some "
+            f"of {', '.join(outputs)}, not '{text}'"
+        )
+    return named
 
 
 def _parse_limits(path: Path, text: str) -> Limits:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from common.operation import FORWARD
-from verify.cases import Case
-from verify.reference import oracle_of, yardstick_of
+from common.operation import BACKWARD, FORWARD
+from verify.case import Case
+from verify.reference import gradient_terms, oracle_of, yardstick_of
 
 UNIT_ROUNDOFF_FP32 = 2.0**-24
 
@@ -36,17 +36,22 @@ class Expected:
     """The oracle's outputs, and how far from them a step may be.
 
     allowances: by measure, an output's name and a key of MEASURES. zeros: of some outputs, where
-    they must be +0, bit for bit.
+    they must be +0, bit for bit. reordered: of an output, how far each element may be from that of
+    a repeated call, where the step says that it adds in another order.
     """
 
     outputs: tuple[torch.Tensor, ...]
     allowances: dict[str, float]
     zeros: dict[str, torch.Tensor]
+    reordered: dict[str, torch.Tensor]
 
 
 def expect(case: Case, *inputs: torch.Tensor) -> Expected:
     """What the case's operation expects of a step."""
-    return EXPECT[case.operation](case, *inputs)
+    expected = EXPECT[case.operation](case, *inputs)
+    unbounded = [name for name, most in expected.allowances.items() if not math.isfinite(most)]
+    assert not unbounded, f"nothing could fail in {unbounded}: the yardstick is not finite"
+    return expected
 
 
 def expect_forward(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Expected:
@@ -91,10 +96,61 @@ def expect_forward(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         "lse max": 2 * lse_error.max().item() + delta,
     }
     sees_no_key = lse.isneginf()[..., None].expand_as(o)
-    return Expected((o, lse), allowances, {"o": sees_no_key})
+    return Expected((o, lse), allowances, {"o": sees_no_key}, {})
 
 
-EXPECT = {FORWARD: expect_forward}
+def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
+    """dq, dk and dv by the oracle, and the allowances: twice the yardstick's error plus a floor.
+
+    The floor, as forward's, stands for roundings that the yardstick may be spared by luck. With L
+    the largest logit and u = 2^-24:
+    - a logit is wrong by about 2 u L, its difference to lse by u L more, exp by 8 u: together a
+      relative error of P;
+    - dP and delta, sums of head_dim products, are each wrong by up to (2 + sqrt(head_dim)) u times
+      the norms of their vectors, which is what remains where they cancel;
+    - a sum of n terms adds sqrt(n) u of their magnitudes;
+    - rounding the gradient itself adds the unit roundoff of its dtype.
+
+    A sum in another order, of up to one term for every 8 keys, differs by 2 u for each of them, and
+    rounded it may then be the next number: eps.
+    """
+    q, k = inputs[:2]
+    shape = case.shape
+    outputs = oracle_of(case.operation)(*inputs, **case.arguments)
+    measured = yardstick_of(case.operation)(*inputs, **case.arguments)
+    largest_logit = abs(case.scale) * largest_norm(q) * largest_norm(k)
+    terms, errors = gradient_terms(
+        *inputs,
+        **case.arguments,
+        p_error=UNIT_ROUNDOFF_FP32 * (3 * largest_logit + 8),
+        dp_error=UNIT_ROUNDOFF_FP32 * (2 + math.sqrt(shape.head_dim)),
+    )
+    queries = shape.seq_q * (shape.heads // shape.kv_heads)
+    added = {"dq": shape.seq_k, "dk": queries, "dv": queries}  # terms of a sum
+    dtype = torch.finfo(case.dtype)
+    half_subnormal = dtype.smallest_normal * dtype.eps / 2
+    allowances, reordered = {}, {}
+    for operand, wanted, yardstick, term, error in zip(
+        case.operation.outputs, outputs, measured, terms, errors, strict=True
+    ):
+        name = operand.name
+        of_sum = UNIT_ROUNDOFF_FP32 * math.sqrt(added[name]) * term
+        floor = error + of_sum + (dtype.eps / 2 * wanted.abs()).clamp(min=half_subnormal)
+        yardstick_error = difference(yardstick, wanted)
+        allowances[f"{name} max"] = 2 * yardstick_error.max().item() + floor.max().item()
+        allowances[f"{name} rms"] = 2 * rms(yardstick_error) + rms(floor)
+        in_any_order = 2 * UNIT_ROUNDOFF_FP32 * math.ceil(added[name] / 8) * term
+        reordered[name] = dtype.eps * wanted.abs() + in_any_order + 2 * half_subnormal
+    sees_no_key = inputs[4].isneginf()[..., None].expand_as(q)
+    return Expected(outputs, allowances, {"dq": sees_no_key}, reordered)
+
+
+EXPECT = {FORWARD: expect_forward, BACKWARD: expect_backward}
+# What is measured: an output and a key of MEASURES each.
+MEASURED = {
+    FORWARD: ("o max", "o rms", "o bias", "lse max"),
+    BACKWARD: ("dq max", "dq rms", "dk max", "dk rms", "dv max", "dv rms"),
+}
 
 
 def bias(o: torch.Tensor, expected: torch.Tensor) -> float:
@@ -161,18 +217,21 @@ MEASURES = {
 
 
 def compare(
-    case: Case, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    case: Case, expected: Expected, outputs: Sequence[torch.Tensor]
 ) -> tuple[tuple[Measure, ...], list[str]]:
     """Measures the outputs of a step and describes what is outside the allowances."""
-    expected = expect(case, *inputs)
     measures: list[Measure] = []
     errors: list[str] = []
     for operand, got, wanted in zip(case.operation.outputs, outputs, expected.outputs, strict=True):
         name, difference_ = operand.name, difference(got, wanted)
         of_output = {
-            kind: Measure(f"{name} {kind}", measure(got, wanted, difference_), allowance)
+            kind: Measure(
+                f"{name} {kind}",
+                measure(got, wanted, difference_),
+                expected.allowances[f"{name} {kind}"],
+            )
             for kind, measure in MEASURES.items()
-            if (allowance := expected.allowances.get(f"{name} {kind}")) is not None
+            if f"{name} {kind}" in MEASURED[case.operation]
         }
         measures += of_output.values()
         failed = [kind for kind, measure in of_output.items() if not measure.passed]
@@ -204,10 +263,16 @@ def mismatches(
     ]
 
 
-def repeated(name: str, first: torch.Tensor, second: torch.Tensor) -> list[str]:
-    """An error where two runs on the same inputs differ in any bit."""
-    bits = {2: torch.int16, 4: torch.int32}[first.element_size()]
-    where = (first.view(bits) != second.view(bits)).nonzero()
+def repeated(
+    name: str, first: torch.Tensor, second: torch.Tensor, allowance: torch.Tensor | None = None
+) -> list[str]:
+    """An error where two runs on the same inputs differ in any bit, or by more than allowed."""
+    if allowance is None:
+        bits = {2: torch.int16, 4: torch.int32}[first.element_size()]
+        differs = first.view(bits) != second.view(bits)
+    else:
+        differs = ~(difference(first, second.double()) <= allowance)
+    where = differs.nonzero()
     if not len(where):
         return []
     index = tuple(where[0].tolist())

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import math
 import random
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from common.errors import UsageError
-from common.operation import FORWARD, Operand, Operation
-from common.problem import HEADLINE, Problem, Shape, Specialization
-from common.runtime.backend import DTYPE_NAMES, DTYPES
+from common.operation import BACKWARD, FORWARD, OPERATIONS, Operation
+from common.problem import HEADLINE, Shape
+from verify.backward_cases import backward_cases
+from verify.case import Case
 from verify.inputs import (
-    Inputs,
     constant,
     deep_logits,
     end_of_fp16,
@@ -47,7 +46,6 @@ from verify.inputs import (
     walks,
 )
 from verify.layouts import (
-    Layout,
     contiguous,
     expanded,
     far,
@@ -59,85 +57,6 @@ from verify.layouts import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@dataclass(frozen=True)
-class Case:
-    """One problem with its inputs, and how the tensors of the call lie.
-
-    layouts: of the operation's strided operands, in its order. softmax_scale None means
-    head_dim^-0.5. may_refuse marks tensors that not every step can read: it either raises
-    UsageError or computes the right outputs. gpu_only marks what is too large for the SIMT runtime.
-    """
-
-    name: str
-    shape: Shape
-    dtype: torch.dtype
-    causal: bool = False
-    inputs: Callable[[Case, torch.Generator], Inputs] = normal
-    layouts: tuple[Layout, ...] = (contiguous,) * 4
-    softmax_scale: float | None = None
-    may_refuse: bool = False
-    gpu_only: bool = False
-    operation: Operation = FORWARD
-
-    @classmethod
-    def of(cls, name: str, problem: Problem) -> Case:
-        """The problem with normally distributed inputs."""
-        return cls(name, problem.shape, DTYPES[problem.dtype], problem.causal)
-
-    @property
-    def problem(self) -> Problem:
-        return Problem(self.shape, DTYPE_NAMES[self.dtype], self.causal)
-
-    @property
-    def arguments(self) -> dict:
-        """What a call takes beside its tensors."""
-        return {"causal": self.causal, "softmax_scale": self.scale}
-
-    @property
-    def specialization(self) -> Specialization:
-        return self.problem.specialization
-
-    @property
-    def scale(self) -> float:
-        return self.shape.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
-
-    def make(self, device: torch.device | str, seed: int = 0) -> Inputs:
-        """The operation's inputs; the same numbers on every device."""
-        rng = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {seed}".encode()))
-        inputs = self.inputs(self, rng)
-        return tuple(
-            self._place(x, self._layout_of(operand), device)
-            for x, operand in zip(inputs, self.operation.inputs, strict=True)
-        )
-
-    def make_outputs(
-        self, device: torch.device | str
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-        """Storage and view of each output, all NaN."""
-        sizes = asdict(self.shape)
-        return tuple(
-            self._layout_of(operand)(
-                [sizes[axis] for axis in operand.axes],
-                dtype=self.dtype if operand.strided else torch.float32,
-                device=device,
-            )
-            for operand in self.operation.outputs
-        )
-
-    def _layout_of(self, operand: Operand) -> Layout:
-        strided = self.operation.strided
-        return self.layouts[strided.index(operand)] if operand.strided else contiguous
-
-    def _place(self, x: torch.Tensor, layout: Layout, device: torch.device | str) -> torch.Tensor:
-        _, view = layout(x.shape, dtype=self.dtype, device=device)
-        if layout is expanded:
-            view[:, 0] = x[:, 0].to(device, self.dtype)
-        else:
-            view.copy_(x.to(device, self.dtype))
-        return view
-
 
 CASES = (
     # Lengths: one token, one key, one query, whole tiles, ragged ones.
@@ -422,15 +341,22 @@ def drawn_cases(seed: int) -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def all_cases(seed: int = 0) -> tuple[Case, ...]:
-    return CASES + drawn_cases(seed)
+def all_cases(operation: Operation = FORWARD, seed: int = 0) -> tuple[Case, ...]:
+    """The cases of one operation; one of another may have the same name."""
+    forward = CASES + drawn_cases(seed)
+    return {FORWARD: forward, BACKWARD: backward_cases(forward)}[operation]
 
 
-def find_cases(names: Sequence[str], seed: int = 0) -> tuple[Case, ...]:
-    """The cases of these names, in the order of all_cases(seed). Raises UsageError listing them."""
-    cases = all_cases(seed)
-    known = [case.name for case in cases]
+def find_cases(
+    names: Sequence[str], operation: Operation = FORWARD, seed: int = 0
+) -> tuple[Case, ...]:
+    """The operation's cases of these names, in its order; of some names there may be none.
+
+    Raises UsageError listing the names that there are in any operation.
+    """
+    each = (all_cases(known, seed) for known in OPERATIONS.values())
+    known = list(dict.fromkeys(case.name for cases in each for case in cases))
     for name in names:
         if name not in known:
             raise UsageError(f"no case '{name}'; the cases are {', '.join(known)}")
-    return tuple(case for case in cases if case.name in names)
+    return tuple(case for case in all_cases(operation, seed) if case.name in names)

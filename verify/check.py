@@ -36,26 +36,34 @@ except ModuleNotFoundError as error:
 from common.catalog import find_step, steps_to_run
 from common.cli import Parser, guarded
 from common.errors import NotEnoughMemoryError, UsageError
+from common.operation import Operation
 from common.problem import Specialization
 from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from common.step import Step
-from verify.accuracy import Measure, compare, repeated
-from verify.cases import Case, all_cases, find_cases
+from verify.accuracy import MEASURED, Measure, compare, expect, repeated
+from verify.case import Case
+from verify.cases import all_cases, find_cases
 from verify.inputs import Inputs
 
 BACKENDS = ("auto", "gpu", "cpu")
 # Besides the backends' numbers of multiprocessors: one block that computes all work tiles, and
 # blocks that compute few, some of them one less than others.
 OTHER_MULTIPROCESSORS = (1, 5)
-# step, case, shape (batch x heads/kv_heads x seq_q x seq_k x head_dim), dtype, error/allowance of
-# each measure, verdict
-LINE = "{:5} {:22} {:20} {:11}  {:15}  {:15}  {:15}  {:15}  {}"
-HEADING = LINE.format(
-    *("step", "case", "b x h/kv x q x k x d", "dtype"),
-    *("o max/allowed", "o rms", "o bias", "lse max", "verdict"),
-)
+# step, case, shape (batch x heads/kv_heads x seq_q x seq_k x head_dim), dtype
+PLACE = "{:5} {:22} {:20} {:11}"
+
+
+def line(place: Sequence[str], measures: Sequence[object], verdict: str) -> str:
+    """A line of the report; a measure is an error and what is allowed."""
+    return "  ".join([PLACE.format(*place), *(f"{measure!s:15}" for measure in measures), verdict])
+
+
+def heading(operation: Operation) -> str:
+    first, *others = MEASURED[operation]
+    place = ("step", "case", "b x h/kv x q x k x d", "dtype")
+    return line(place, [f"{first}/allowed", *others], "verdict")
 
 
 @dataclass(frozen=True)
@@ -112,10 +120,9 @@ class CaseResult:
 
     def __str__(self) -> str:
         dtype = self.case.specialization.dtype + (" causal" if self.case.causal else "")
-        measures = [str(measure) for measure in self.measures] or [""] * 4
-        first = LINE.format(
-            self.step.name, self.case.name, str(self.case.shape), dtype, *measures, self.verdict
-        )
+        measures = self.measures or [""] * len(MEASURED[self.step.operation])
+        place = (self.step.name, self.case.name, str(self.case.shape), dtype)
+        first = line(place, measures, self.verdict)
         rest = ["    " + line for error in self.errors for line in error.splitlines()]
         return "\n".join([first, *rest])
 
@@ -123,8 +130,9 @@ class CaseResult:
 def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -> CaseResult:
     """Runs the step on the case once with each backend of runs, on poisoned outputs.
 
-    The first run is compared with the oracle, the others must agree with it bit by bit. All runs
-    are on one device. What does not fit into its memory is skipped.
+    The first run is compared with the oracle, the others must agree with it: bit by bit but for the
+    outputs that the step's file names. All runs are on one device. What does not fit into its
+    memory is skipped.
     """
     try:
         inputs = case.make(runs[0].device, seed)
@@ -138,13 +146,16 @@ def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -
     except RuntimeError as error:  # the SIMT runtime's report; a GPU that a kernel has brought down
         return CaseResult(step, case, errors=(str(error),))
     (outputs, errors), *others = results
-    measures, mismatches = compare(case, inputs, outputs)
+    expected = expect(case, *inputs)
+    measures, mismatches = compare(case, expected, outputs)
     errors += mismatches
     for others_outputs, _ in others:
         for operand, first, again in zip(
             step.operation.outputs, outputs, others_outputs, strict=True
         ):
-            errors += repeated(operand.name, first, again)
+            name = operand.name
+            allowance = expected.reordered[name] if name in step.unordered else None
+            errors += repeated(name, first, again, allowance)
     return CaseResult(step, case, measures, tuple(errors), num_runs=len(results))
 
 
@@ -342,17 +353,24 @@ def check_steps(
     backend.
     """
     start = time.monotonic()
-    cases = all_cases(seed) if case_names is None else find_cases(case_names, seed)
     plan = []
     choices = make_runs(backend_name, seed, sanitize, time_limit_s)
     for step in steps:
-        own = [case for case in cases if case.operation == step.operation]
+        operation = step.operation
+        own = (
+            all_cases(operation, seed)
+            if case_names is None
+            else find_cases(case_names, operation, seed)
+        )
         runs = next((runs for runs in choices if can_run(step, own, runs.backend)), choices[0])
         all_here = case_names is not None or runs.backend.name == "gpu"
         plan.append((step, [case for case in own if all_here or not case.gpu_only], runs))
     build_all(plan)
-    print(HEADING)
-    results = [check_step(step, cases, runs, seed) for step, cases, runs in plan]
+    results = []
+    for step, cases, runs in plan:
+        if not results or results[-1].step.operation != step.operation:
+            print(heading(step.operation))
+        results.append(check_step(step, cases, runs, seed))
     print(f"\n{summary(results, time.monotonic() - start)}", flush=True)
     return all(result.passed for result in results)
 

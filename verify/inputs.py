@@ -16,7 +16,7 @@ import torch
 from common.problem import NORMAL
 
 if TYPE_CHECKING:
-    from verify.cases import Case
+    from verify.case import Case
 
 Inputs = tuple[torch.Tensor, ...]
 

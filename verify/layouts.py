@@ -96,7 +96,13 @@ def misaligned_start(shape: Sequence[int], **options) -> tuple[torch.Tensor, tor
 
 
 def expanded(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """All heads are one: head stride 0. For k and v only."""
+    """All heads are one: head stride 0. For inputs only."""
     batch, heads, seq, head_dim = shape
     storage, _ = contiguous((batch, 1, seq, head_dim), **options)
     return storage, storage.expand(-1, heads, -1, -1)
+
+
+def expanded_rows(shape: Sequence[int], **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows are one, as in the gradient of a sum: the last stride alone is not 0. For inputs."""
+    storage, _ = contiguous((1, 1, 1, shape[-1]), **options)
+    return storage, storage.expand(*shape)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -44,6 +46,143 @@ def attention_in_dtype(
     softmax_scale multiplies q and not the scores, which could overflow in fp16.
     """
     return _attention(q, k, v, q.dtype, causal, softmax_scale)
+
+
+def gradients_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The oracle of backward: the gradients of q, k and v, in float64, where dout is that of o.
+
+    P = exp(softmax_scale * q k^T - lse), delta = rowsum(dout * o), dS = P * (dout v^T - delta):
+    dq = softmax_scale * dS k, dk = softmax_scale * dS^T q, dv = P^T dout, dk and dv summed over the
+    query heads that share a head of k and v. q, o, dout [batch, heads, seq_q, head_dim], k and v
+    [batch, kv_heads, seq_k, head_dim], lse [batch, heads, seq_q]; masked as in
+    attention_reference.
+    o and lse are inputs: they may be rounded, or belong to more keys than are here. P is 0 where
+    lse is -inf.
+    """
+    return _gradients(q, k, v, o, lse, dout, torch.float64, causal, softmax_scale)
+
+
+def gradients_in_dtype(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The yardstick: every matrix in q's dtype, as unfused torch code has it.
+
+    As torch's softmax and its backward do, it computes P from S and dS from dP in float32. dout is
+    scaled by a power of two, as by a GradScaler, so that no dP overflows; the gradients are rounded
+    to q's dtype and returned in float32, with the scale taken away.
+    """
+    largest = dout.abs().max().float().item()
+    factor = 2.0 ** -(math.frexp(largest)[1] + 4)  # the largest becomes 2^-5 to 2^-4
+    scaled = (dout.float() * factor).to(q.dtype)
+    gradients = _gradients(q, k, v, o, lse, scaled, q.dtype, causal, softmax_scale)
+    return tuple(gradient.float() / factor for gradient in gradients)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a head: what backward computes of them, in one dtype."""
+
+    at: tuple[int, int, slice]  # batch, query head, query rows
+    kv: tuple[int, int]  # batch, head of k and v
+    q: torch.Tensor  # scaled by softmax_scale
+    k: torch.Tensor
+    dout: torch.Tensor
+    p: torch.Tensor  # [rows, seq_k]
+    dp_less_delta: torch.Tensor  # [rows, seq_k], float32 or wider
+    ds: torch.Tensor  # [rows, seq_k]
+
+
+def _backward_rows(
+    q, k, v, o, lse, dout, dtype: torch.dtype, causal: bool, softmax_scale: float
+) -> Iterator[_Rows]:
+    batch, heads, seq_q, _ = q.shape
+    kv_heads, seq_k = k.shape[1:3]
+    wide = torch.promote_types(dtype, torch.float32)
+    key = torch.arange(seq_k, device=q.device)
+    num_rows = max(1, MAX_SCORES // seq_k)
+    for b, h, first in product(range(batch), range(heads), range(0, seq_q, num_rows)):
+        rows = slice(first, min(first + num_rows, seq_q))
+        at, kv = (b, h, rows), (b, h * kv_heads // heads)
+        keys, values = (x[kv].to(dtype).contiguous() for x in (k, v))
+        queries, gradients = q[at].to(dtype) * softmax_scale, dout[at].to(dtype).contiguous()
+        row_lse = lse[at].to(wide)[:, None]
+        p = (queries @ keys.mT).to(wide).sub_(row_lse).exp_()
+        hidden = row_lse.isneginf()
+        if causal:
+            last_visible = torch.arange(rows.start, rows.stop, device=q.device) + seq_k - seq_q
+            hidden = hidden | (key > last_visible[:, None])
+        p = p.masked_fill_(hidden, 0).to(dtype)
+        delta = (dout[at].to(wide) * o[at].to(wide)).sum(-1, keepdim=True)
+        dp_less_delta = (gradients @ values.mT).to(wide) - delta
+        ds = (p.to(wide) * dp_less_delta).to(dtype)
+        yield _Rows(at, kv, queries, keys, gradients, p, dp_less_delta, ds)
+
+
+def _gradients(q, k, v, o, lse, dout, dtype: torch.dtype, causal: bool, softmax_scale: float):
+    wide = torch.promote_types(dtype, torch.float32)
+    dq = torch.empty(q.shape, dtype=dtype, device=q.device)
+    dk, dv = (torch.zeros(k.shape, dtype=wide, device=q.device) for _ in range(2))
+    for rows in _backward_rows(q, k, v, o, lse, dout, dtype, causal, softmax_scale):
+        dq[rows.at] = (rows.ds @ rows.k) * softmax_scale
+        dk[rows.kv] += rows.ds.mT @ rows.q
+        dv[rows.kv] += rows.p.mT @ rows.dout
+    return dq, dk.to(dtype), dv.to(dtype)
+
+
+def gradient_terms(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    p_error: float,
+    dp_error: float,
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Of each gradient, element by element: the sum of its terms' magnitudes, and of their errors.
+
+    The errors are those of a computation where P has a relative error of p_error, and dP and delta
+    of a row have an absolute one of dp_error times the largest product of norms that they may have
+    had. All float64.
+    """
+    dq, dq_error = (torch.empty(q.shape, dtype=torch.float64, device=q.device) for _ in range(2))
+    dk, dk_error, dv = (torch.zeros(k.shape, dtype=torch.float64, device=q.device) for _ in "kkv")
+    largest_v = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float64).max()
+    arguments = (q, k, v, o, lse, dout, torch.float64, causal, softmax_scale)
+    for rows in _backward_rows(*arguments):
+        norm_o, norm_dout = (
+            torch.linalg.vector_norm(x[rows.at], dim=-1, keepdim=True, dtype=torch.float64)
+            for x in (o, dout)
+        )
+        of_dp = dp_error * norm_dout * (largest_v + norm_o)
+        ds_error = rows.p * (p_error * rows.dp_less_delta.abs() + of_dp)
+        ds, keys = rows.ds.abs(), abs(softmax_scale) * rows.k.abs()
+        dq[rows.at], dq_error[rows.at] = ds @ keys, ds_error @ keys
+        dk[rows.kv] += ds.mT @ rows.q.abs()
+        dk_error[rows.kv] += ds_error.mT @ rows.q.abs()
+        dv[rows.kv] += rows.p.mT @ rows.dout.abs()
+    return (dq, dk, dv), (dq_error, dk_error, p_error * dv)
 
 
 def _attention(q, k, v, dtype: torch.dtype, causal: bool, softmax_scale: float):

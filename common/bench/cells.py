@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from verify.accuracy import Expected
-from verify.cases import Case
+from verify.case import Case
 from verify.inputs import Inputs
 
 from ..catalog import steps_to_run

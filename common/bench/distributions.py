@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from verify.accuracy import Expected, expect
-from verify.cases import Case
+from verify.case import Case
 from verify.inputs import DISTRIBUTIONS as INPUTS
 from verify.inputs import Inputs
 

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from verify.accuracy import expect
-from verify.cases import Case
+from verify.case import Case
 
 from ..problem import GRID
 from ..record_schema import GRID_RECORD

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from verify.cases import Case
+from verify.case import Case
 from verify.reference import oracle_of, yardstick_of
 
 from ..catalog import all_steps, step_before

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from verify.accuracy import expect
-from verify.cases import Case
+from verify.case import Case
 
 from .. import attention
 from ..operation import FORWARD

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from verify.cases import Case
+from verify.case import Case
 
 from ..errors import UsageError
 from ..metrics import METRICS

@@ -15,7 +15,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from verify.cases import Case
+from verify.case import Case
 
 from ..catalog import all_steps
 from ..errors import UsageError

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from verify.cases import Case
+from verify.case import Case
 from verify.inputs import Inputs
 
 from ..catalog import find_step

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from verify.accuracy import Expected
-from verify.cases import Case
+from verify.case import Case
 from verify.inputs import Inputs
 
 from ..errors import UsageError

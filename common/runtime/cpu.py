@@ -259,7 +259,7 @@ class CpuBackend:
         request = _Request(
             seed=self.seed,
             workers=_num_cores(),
-            time_limit_s=self.time_limit_s or self.calls * _time_limit_s(tensors),
+            time_limit_s=self.time_limit_s or self.calls * _time_limit_s(operation, tensors),
             count_banks=count_banks,
             calls=self.calls,
             buffers=(_BufferRequest * 16)(*buffers),
@@ -424,10 +424,10 @@ def _num_cores() -> int:
     return min(os.cpu_count() or 1, MAX_WORKERS)
 
 
-def _time_limit_s(tensors: Sequence[torch.Tensor]) -> int:
+def _time_limit_s(operation: Operation, tensors: Sequence[torch.Tensor]) -> int:
     """Seconds after which a kernel must be in an endless loop."""
     q, k = tensors[:2]
-    multiply_adds = 2 * q.numel() * k.shape[2]
+    multiply_adds = operation.products * q.numel() * k.shape[2]
     queries = q.numel() / q.shape[3]
     return int(MIN_TIME_LIMIT_S + multiply_adds / MULTIPLY_ADDS_PER_S + queries / QUERIES_PER_S)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.step import Step
-from verify.cases import Case
+from verify.case import Case
 from verify.check import CaseResult, check_case, make_runs
 
 

@@ -66,11 +66,11 @@ def _launch_all() -> None:
 
     backend = GpuBackend()
     for step in all_steps():
-        for case in find_cases(sys.argv[1:]):
+        for case in find_cases(sys.argv[1:], step.operation):
             if backend.refusal(step, case.specialization):
                 continue
             inputs = case.make(backend.device)
-            run(backend, step, *inputs, causal=case.causal, softmax_scale=case.scale)
+            run(backend, step, *inputs, **case.arguments)
     torch.cuda.synchronize()
     print("launched")
 

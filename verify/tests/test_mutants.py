@@ -31,7 +31,8 @@ ORIGINALS = sorted(
 
 @pytest.mark.parametrize(("name", "case"), ORIGINALS)
 def test_accepted(name, case):
-    result = on_cpu(find_step(name), *find_cases([case]))
+    step = find_step(name)
+    result = on_cpu(step, *find_cases([case], step.operation))
     assert result.passed, str(result)
 
 
@@ -41,7 +42,7 @@ def test_rejected(path):
     assert patch.header["breaks"]
     mutant = read_step(patch.write())
     assert mutant.name == path.stem
-    for case in find_cases(patch.header["cases"].split()):
+    for case in find_cases(patch.header["cases"].split(), mutant.operation):
         backend = CpuBackend(0)
         backend.build(mutant, case.specialization)  # what does not compile is not rejected
         result = check_case(mutant, case, [backend])

@@ -1,5 +1,5 @@
-// What every step includes, for the host compiler: the twin of common/runtime/device/attention.cuh,
-// and the runtime that executes kernels on a CPU to check them. It is a checker, not a timer, and
+// What every forward step includes, for the host compiler: the twin of
+// common/runtime/device/attention.cuh, and the runtime that executes kernels on a CPU to check them. It is a checker, not a timer, and
 // hostile on purpose: the order of blocks and threads is drawn from a seed; threads fall far behind
 // after an arrive or the start of a copy, blocks after a signal; waits that may fail do; memory and
 // variables start as NaN; buffers end at guard pages; threads that wait for each other in vain are
@@ -7,6 +7,8 @@
 //
 // Included by steps; what a header only declares has its body in the .cpp file of the same name:
 //
+//     backward.cuh  instead of this one, in steps of the backward ladder
+//     elements.cuh  what both begin with
 //     cuda.h        keywords, vector types, maths    element.h    bf16 and fp16
 //     warp.h        shuffles and votes               block.h      __syncthreads, shared memory
 //     vector.h      16-byte accesses                 copy.cuh     16-byte copies, cp.async
@@ -43,30 +45,9 @@
 // races.h, track(); if it writes, also through note_write(). If it is a barrier, it also tells
 // races.h what it orders.
 #pragma once
-#include "block.h"
-#include "cuda.h"
-#include "element.h"
-#include "warp.h"
-
-#if defined(ELEMENT)
-using Element = ELEMENT;  // -DELEMENT=bf16, fp16 or fp32
-#include "../launch.h"
+#include "elements.cuh"
 #include "step.h"
-#include "vector.h"
 
 extern "C" LaunchDescriptor launch_descriptor;  // the step defines it
 
-const simt::StepInterface simt_step = {
-    .call =
-        [](void (*kernel)(), const void* params) {
-            reinterpret_cast<void (*)(AttentionParams)>(kernel)(
-                *static_cast<const AttentionParams*>(params));
-        },
-    .params_bytes = sizeof(AttentionParams),
-    .descriptor = &launch_descriptor,
-    .descriptor_bytes = sizeof(LaunchDescriptor),
-};
-#else
-struct Element;  // in the runtime's own .cpp files, which have only pointers to some
-#include "../launch.h"
-#endif
+const simt::StepInterface simt_step = simt::interface_of<AttentionParams>(launch_descriptor);

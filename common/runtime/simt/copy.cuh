@@ -3,7 +3,7 @@
 // covers its group; until then its destination is poison.
 #pragma once
 #include "access.h"
-#include "attention.cuh"
+#include "elements.cuh"
 
 namespace simt {
 

@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "attention.cuh"
+#include "elements.cuh"
 #include "grid.h"
 #include "step.h"
 #include "tensor_map.h"

@@ -1,4 +1,5 @@
-// What the runtime must know of the step that it is linked with: attention.cuh defines it there.
+// What the runtime must know of the step that it is linked with: attention.cuh defines it there, or
+// backward.cuh.
 #pragma once
 #include <stddef.h>
 
@@ -10,6 +11,20 @@ struct StepInterface {
     const void* descriptor;
     size_t descriptor_bytes;
 };
+
+// Params is what the step's kernels take.
+template <typename Params, typename Descriptor>
+constexpr StepInterface interface_of(const Descriptor& descriptor) {
+    return {
+        .call =
+            [](void (*kernel)(), const void* params) {
+                reinterpret_cast<void (*)(Params)>(kernel)(*static_cast<const Params*>(params));
+            },
+        .params_bytes = sizeof(Params),
+        .descriptor = &descriptor,
+        .descriptor_bytes = sizeof(Descriptor),
+    };
+}
 
 }  // namespace simt
 

@@ -4,7 +4,7 @@
 // documented which lane reads what, bank conflicts are not counted.
 #pragma once
 #include "access.h"
-#include "attention.cuh"
+#include "elements.cuh"
 #include "random.h"
 
 namespace wmma {
