@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from .problem import HEADLINE, Problem
+from .problem import GRID, GRID_BACKWARD, HEADLINE, Problem
 
 SIZES = ("batch", "heads", "kv_heads", "seq_q", "seq_k")  # in the order of enum Size of launch.h
 # "v04"; a variant's name continues: "v04_no_padding".
@@ -39,13 +40,16 @@ class Operation:
 
     name: str
     letter: str  # of the steps' names
+    suffix: str  # of the names of its records and plots
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
+    workspaces: int  # that a step can ask for, at most
     scalars: tuple[str, ...]
     products: int  # matrix products, each with as many multiply-adds as Q K^T
     oracle: str  # in verify/reference.py: a function of the inputs, causal and the scalars
     yardstick: str  # likewise, with every intermediate in the inputs' dtype
     headline: Problem
+    grid: Mapping[str, Problem] = field(compare=False, repr=False)
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
@@ -67,6 +71,10 @@ class Operation:
             for output in self.outputs
         )
 
+    def named(self, what: str) -> str:
+        """The name of what each ladder has one of: "grid" of forward, "grid_backward"."""
+        return f"{what}{self.suffix}"
+
     def flops(self, problem: Problem) -> int:
         """Of the products of matrices, a multiply-add counted as two.
 
@@ -82,18 +90,22 @@ class Operation:
 FORWARD = Operation(
     name="forward",
     letter="v",
+    suffix="",
     inputs=(Operand("q", _QUERIES), Operand("k", _KEYS), Operand("v", _KEYS)),
     outputs=(Operand("o", _QUERIES), Operand("lse", _ROWS)),
+    workspaces=2,
     scalars=("softmax_scale",),
     products=2,
     oracle="attention_reference",
     yardstick="attention_in_dtype",
     headline=HEADLINE,
+    grid=GRID,
 )
 # o and lse are what forward returned, rounded as it rounds them; dout is the gradient of o.
 BACKWARD = Operation(
     name="backward",
     letter="b",
+    suffix="_backward",
     inputs=(
         *FORWARD.inputs,
         Operand("o", _QUERIES),
@@ -101,11 +113,13 @@ BACKWARD = Operation(
         Operand("dout", _QUERIES),
     ),
     outputs=(Operand("dq", _QUERIES), Operand("dk", _KEYS), Operand("dv", _KEYS)),
+    workspaces=3,
     scalars=("softmax_scale",),
     products=5,
     oracle="gradients_reference",
     yardstick="gradients_in_dtype",
     headline=HEADLINE,
+    grid=GRID_BACKWARD,
 )
 OPERATIONS = {operation.letter: operation for operation in (FORWARD, BACKWARD)}
 

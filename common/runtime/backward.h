@@ -15,7 +15,7 @@ struct BackwardParams {
     Element* dq;          // [batch, heads, seq_q, HEAD_DIM]
     Element* dk;          // [batch, kv_heads, seq_k, HEAD_DIM]: summed over the group's query heads
     Element* dv;          // [batch, kv_heads, seq_k, HEAD_DIM]: likewise
-    void* workspace[2];   // as the launch descriptor asked, 256-byte aligned, contents undefined
+    void* workspace[3];   // as the launch descriptor asked, 256-byte aligned, contents undefined
     Strides q_stride, k_stride, v_stride, o_stride, dout_stride, dq_stride, dk_stride, dv_stride;
     int32_t batch, heads, kv_heads, seq_q, seq_k;
     float softmax_scale;
@@ -24,6 +24,6 @@ struct BackwardParams {
 struct BackwardDescriptor {
     int32_t alignment;        // bytes that divide every row's address in all tensors but lse
     KernelLaunch kernels[3];  // launched in this order
-    Workspace workspace[2];
+    Workspace workspace[3];
     Box q_box, k_box, v_box, o_box, dout_box, dq_box, dk_box, dv_box;
 };

@@ -13,7 +13,6 @@ from ..operation import SIZES, Operation
 
 TENSOR_MAP_BYTES = 128
 PARAMS_ALIGNMENT = 128
-MAX_WORKSPACES = 2
 
 
 class _Strides(ctypes.Structure):
@@ -31,7 +30,7 @@ def params_type(operation: Operation) -> type[ctypes.Structure]:
     """
     fields: list[tuple] = [(f"{operand.name}_map", _TensorMap) for operand in operation.strided]
     fields += [(operand.name, ctypes.c_uint64) for operand in operation.operands]
-    fields += [("workspace", ctypes.c_uint64 * MAX_WORKSPACES)]
+    fields += [("workspace", ctypes.c_uint64 * operation.workspaces)]
     fields += [(f"{operand.name}_stride", _Strides) for operand in operation.strided]
     fields += [(size, ctypes.c_int32) for size in SIZES]
     fields += [(scalar, ctypes.c_float) for scalar in operation.scalars]
@@ -69,20 +68,20 @@ class Box(ctypes.Structure):
 
 
 class LaunchDescriptor(ctypes.Structure):
-    """struct LaunchDescriptor but for its boxes, which depend on the operation."""
+    """struct LaunchDescriptor but for what depends on the operation: its workspaces and boxes."""
 
     _fields_ = [
         ("alignment", ctypes.c_int32),
         ("kernels", _KernelLaunch * 3),
-        ("workspace", _Workspace * MAX_WORKSPACES),
     ]
 
 
 @cache
 def descriptor_type(operation: Operation) -> type[LaunchDescriptor]:
     """struct LaunchDescriptor, copied from the compiled module: a box for each strided operand."""
-    boxes = [(f"{operand.name}_box", Box) for operand in operation.strided]
-    return type("Descriptor", (LaunchDescriptor,), {"_fields_": boxes})
+    fields: list[tuple] = [("workspace", _Workspace * operation.workspaces)]
+    fields += [(f"{operand.name}_box", Box) for operand in operation.strided]
+    return type("Descriptor", (LaunchDescriptor,), {"_fields_": fields})
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def pack(
     params = params_type(operation)(
         **{f"{name}_map": _TensorMap.from_buffer_copy(map_) for name, map_ in maps.items()},
         **dict(zip(names, addresses, strict=True)),
-        workspace=(ctypes.c_uint64 * MAX_WORKSPACES)(*workspace),
+        workspace=(ctypes.c_uint64 * operation.workspaces)(*workspace),
         **{f"{name}_stride": _Strides(*strides(tensor)) for name, tensor in strided.items()},
         **{size: sizes[size] for size in SIZES},
         **dict(zip(operation.scalars, scalars, strict=True)),

@@ -24,6 +24,7 @@ Q, K = ("batch", "heads", "seq_q", "head_dim"), ("batch", "kv_heads", "seq_k", "
 GRADIENT_OF_Q = Operation(
     name="gradient of q",
     letter="x",
+    suffix="_of_q",
     inputs=(
         Operand("q", Q),
         Operand("k", K),
@@ -31,11 +32,13 @@ GRADIENT_OF_Q = Operation(
         Operand("delta", Q[:-1]),
     ),
     outputs=(Operand("dq", Q),),
+    workspaces=2,
     scalars=("softmax_scale", "dropout"),
     products=3,
     oracle="attention_reference",
     yardstick="attention_in_dtype",
     headline=HEADLINE,
+    grid=GRID,
 )
 
 

@@ -15,7 +15,8 @@
 //     mma.cuh       ldmatrix, stmatrix, mma.sync     wmma.cuh     CUDA's warp matrices
 //     wgmma.cuh     the warpgroup's products         warpgroup.cuh   setmaxnreg, named barriers
 //     mbarrier.cuh  barriers that count bytes        tma.cuh      copies of boxes of tensors
-//     signal.cuh    signals between blocks           clock.cuh    a clock that counts its readings
+//     signal.cuh    signals between blocks           reduce.cuh   additions in global memory
+//     clock.cuh     a clock that counts its readings
 //     access.h      addresses checked and counted    random.h     numbers drawn from the seed
 //     site.h        a place in the source
 //
@@ -46,8 +47,13 @@
 // races.h what it orders.
 #pragma once
 #include "elements.cuh"
+
+// In a step: not in the runtime's own files, nor after a backward.cuh.
+#if defined(ELEMENT) && !defined(SIMT_STEP)
+#define SIMT_STEP
 #include "step.h"
 
 extern "C" LaunchDescriptor launch_descriptor;  // the step defines it
 
 const simt::StepInterface simt_step = simt::interface_of<AttentionParams>(launch_descriptor);
+#endif

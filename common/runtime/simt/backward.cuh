@@ -7,6 +7,8 @@
 // clang-format on
 #include "step.h"
 
+#define SIMT_STEP  // for the attention.cuh that other headers include
+
 extern "C" BackwardDescriptor launch_descriptor;  // the step defines it
 
 const simt::StepInterface simt_step = simt::interface_of<BackwardParams>(launch_descriptor);

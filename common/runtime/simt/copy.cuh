@@ -3,7 +3,7 @@
 // covers its group; until then its destination is poison.
 #pragma once
 #include "access.h"
-#include "elements.cuh"
+#include "attention.cuh"
 
 namespace simt {
 

@@ -28,6 +28,10 @@ struct uint3 {
 
 inline constinit thread_local uint3 threadIdx{}, blockIdx{}, blockDim{}, gridDim{};
 
+struct alignas(8) float2 {
+    float x, y;
+};
+
 struct alignas(16) float4 {
     float x, y, z, w;
 };

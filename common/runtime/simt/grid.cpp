@@ -40,6 +40,7 @@ void Grid::run() {
         }
     }
     for (std::thread& os_thread : os_threads) os_thread.join();
+    reduce();
     if (!posted.empty()) {
         const auto& [signal, post] = *posted.begin();
         Report report;
@@ -91,6 +92,19 @@ bool Grid::take(uint64_t& signal, const Operation& operation) {
     signal = 0;
     posted.erase(found);
     return true;
+}
+
+void Grid::add(float* to, float x) {
+    const std::lock_guard lock(mutex);
+    reductions[blockIdx.x].push_back({to, x});
+}
+
+void Grid::reduce() {
+    std::vector<Reduction> all;
+    for (const auto& [block, own] : reductions) all.insert(all.end(), own.begin(), own.end());
+    Random random(mix(launch.seed));
+    for (size_t i = all.size(); i > 1; --i) std::swap(all[i - 1], all[random.below(i)]);
+    for (const Reduction& one : all) *one.to += one.x;
 }
 
 void Grid::sleep(bool is_behind) {

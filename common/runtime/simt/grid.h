@@ -27,6 +27,9 @@ class Grid {
     // It takes a signal. False if that is not posted.
     bool take(uint64_t& signal, const Operation& operation);
 
+    // A reduction of the running block: *to += x, when all blocks have run.
+    void add(float* to, float x);
+
     // The running block sleeps until one of the signals is posted that its warps wait for.
     void wait_for_signals() { sleep(false); }
 
@@ -41,6 +44,11 @@ class Grid {
         int first_thread;  // of the warp
     };
 
+    struct Reduction {
+        float* to;
+        float x;
+    };
+
     // A block whose OS thread sleeps.
     struct Sleeper {
         const Worker& worker;
@@ -51,6 +59,9 @@ class Grid {
 
     // What an OS thread does: runs a block, then others while there are any.
     void run_blocks(uint32_t block);
+
+    // Carries out the reductions, in an order drawn from the seed.
+    void reduce();
 
     void sleep(bool is_behind);
 
@@ -76,6 +87,7 @@ class Grid {
     int num_running = 0;              // OS threads that are not asleep
     std::vector<Sleeper*> sleepers;   // in the order in which they fell asleep
     std::map<const uint64_t*, Post> posted;
+    std::map<uint32_t, std::vector<Reduction>> reductions;  // by block
 };
 
 }  // namespace simt

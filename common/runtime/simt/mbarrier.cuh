@@ -1,7 +1,7 @@
 // Barriers in shared memory that count arrivals and bytes, for the host compiler: the twin of
 // common/runtime/device/mbarrier.cuh. A phase must get exactly the arrivals and bytes it expects.
 #pragma once
-#include "elements.cuh"
+#include "attention.cuh"
 
 using Mbarrier = uint64_t;
 

@@ -1,7 +1,7 @@
 // The warp's matrix instructions, for the host compiler: the twin of common/runtime/device/mma.cuh,
 // which says what each does. All lanes of a warp must execute the same instruction.
 #pragma once
-#include "elements.cuh"
+#include "attention.cuh"
 
 namespace simt {
 

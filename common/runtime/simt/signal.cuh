@@ -1,7 +1,7 @@
 // Signals between blocks, for the host compiler: the twin of common/runtime/device/signal.cuh. Each
 // must be taken before it is posted again, and before the launch ends.
 #pragma once
-#include "elements.cuh"
+#include "attention.cuh"
 
 using Signal = uint64_t;
 

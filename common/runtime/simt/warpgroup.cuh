@@ -1,7 +1,7 @@
 // setmaxnreg and named barriers, for the host compiler: the twin of
 // common/runtime/device/warpgroup.cuh, which says what each function does.
 #pragma once
-#include "elements.cuh"
+#include "attention.cuh"
 
 namespace simt {
 

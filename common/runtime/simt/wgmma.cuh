@@ -3,7 +3,7 @@
 // possible, in each warp's wait that covers its group: only then is D written. A and B are read at
 // the issue and must still be the same when it lands.
 #pragma once
-#include "elements.cuh"
+#include "attention.cuh"
 
 enum Major : int { K_MAJOR, MN_MAJOR };
 

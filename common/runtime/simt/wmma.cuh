@@ -4,7 +4,7 @@
 // documented which lane reads what, bank conflicts are not counted.
 #pragma once
 #include "access.h"
-#include "elements.cuh"
+#include "attention.cuh"
 #include "random.h"
 
 namespace wmma {
