@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from .bench.static_analysis import count_bank_conflicts, static_path, static_rec
 from .bench.timeline import timeline_patch, timeline_record
 from .catalog import all_steps, find_step, require_well_formed, steps_to_run
 from .errors import UsageError
+from .operation import OPERATIONS
 from .paths import ROOT
 from .problem import COUNTED
 from .record_schema import EXPERIMENT_RECORD, RECORD
@@ -95,7 +96,7 @@ def _report_regenerated() -> None:
 
 
 def bench(experiments: bool) -> int:
-    """Measures all steps, or all experiments beside their steps, in one run."""
+    """Measures all steps, or all experiments beside their steps, in one run for each ladder."""
     _require_gpu()
     from .bench.headline import experiment_candidates, measure, step_candidate
 
@@ -110,17 +111,23 @@ def bench(experiments: bool) -> int:
     for path in written:
         print(f"recorded {path.relative_to(ROOT)}")
     if not experiments:
-        print(tables.results(load_record_set(written[0].parent, ROOT)))
+        record_set = load_record_set(written[0].parent, ROOT)
+        for operation in dict.fromkeys(candidate.step.operation for candidate in candidates):
+            print(tables.results(record_set.of(operation)))
     _report_regenerated()
     return 0
 
 
 def bench_grid() -> int:
-    """Measures the steps and their peers over a grid of shapes."""
+    """Measures the steps of each ladder and their peers over its grid of shapes."""
     _require_gpu()
     from .bench.grid import measure_grid
 
-    return _report(measure_grid(), tables.grid)
+    for operation in OPERATIONS.values():
+        record_set = _after_recording(measure_grid(operation))
+        print(tables.grid(record_set.of(operation)))
+    _report_regenerated()
+    return 0
 
 
 def bench_distributions() -> int:
@@ -128,7 +135,9 @@ def bench_distributions() -> int:
     _require_gpu()
     from .bench.distributions import measure_distributions
 
-    return _report(measure_distributions(), tables.distributions)
+    print(tables.distributions(_after_recording(measure_distributions())))
+    _report_regenerated()
+    return 0
 
 
 def bench_latency() -> int:
@@ -136,15 +145,15 @@ def bench_latency() -> int:
     _require_gpu()
     from .bench.latency import measure_latency
 
-    return _report(measure_latency(), tables.latency)
-
-
-def _report(path: Path, table: Callable[[RecordSet], str]) -> int:
-    """Prints the table of a new record, then regenerates the worklog."""
-    print(f"recorded {path.relative_to(ROOT)}")
-    print(table(load_record_set(path.parent, ROOT)))
+    print(tables.latency(_after_recording(measure_latency())))
     _report_regenerated()
     return 0
+
+
+def _after_recording(path: Path) -> RecordSet:
+    """The record set with a new record, which it names."""
+    print(f"recorded {path.relative_to(ROOT)}")
+    return load_record_set(path.parent, ROOT)
 
 
 def _require_gpu() -> None:

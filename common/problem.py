@@ -107,6 +107,10 @@ def _of_models() -> Iterator[tuple[str, Problem]]:
 # By a cell's name.
 GRID_OVER_LENGTHS = dict(_over_lengths())
 GRID = GRID_OVER_LENGTHS | dict(_of_models())
+# Of those, what models are trained with: not inference's short or unequal sequences.
+GRID_BACKWARD = GRID_OVER_LENGTHS | {
+    name: GRID[name] for name in ("d96_4096", "d96_causal_4096", "d192_4096", "d192_causal_4096")
+}
 
 # Kinds of inputs, which verify/inputs.py defines. Of the normal ones by the logits' deviation.
 NORMAL = {f"normal_{std}": std for std in (1, 2, 4, 8, 16)}

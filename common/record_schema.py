@@ -30,13 +30,22 @@ class AnyOf(tuple):
 
 @dataclass(frozen=True)
 class ByOperation:
-    """The form of the records of an operation's steps; a record's "step" tells which it is."""
+    """The form of the records of an operation's steps; "step" or "sources" tells which it is."""
 
     build: Callable[[Operation], dict]
 
     def of(self, record: object) -> dict:
-        step = record.get("step") if isinstance(record, dict) else None
-        return self.build(operation_of(step if isinstance(step, str) else ""))
+        return self.build(operation_of(_first_step(record)))
+
+
+def _first_step(record: object) -> str:
+    """The name of the step, or of the first of the steps, that a record is of; "" for none."""
+    if not isinstance(record, dict):
+        return ""
+    sources = record.get("sources")
+    first = next(iter(sources), "") if isinstance(sources, dict) else ""
+    step = record.get("step", first)
+    return step if isinstance(step, str) else ""
 
 
 def _positive(value: object) -> bool:
@@ -195,25 +204,37 @@ _CELL = {
     **dict.fromkeys(("batch", "heads", "kv_heads", "seq", "head_dim"), _count),
     "causal": bool,
 }
-CELL = {
-    **_CELL,
-    "tflops": {EACH: AnyOf([_positive, {"missing": str}])},
-    "errors": {EACH: {FORWARD.outputs[0].name: NUMBER}},
-    "samples_ms": _some({EACH: [_positive]}),
-}
-GRID_RECORD = {
-    "device": str,
-    "dtype": str,
-    "sources": {EACH: _CODE},
-    "ceiling": {"matmul": str, "tflops": _positive, "samples_ms": _some([_positive])},
-    "cells": _some([CELL]),
-}
+
+
+def cell_form(operation: Operation) -> dict:
+    """Of a cell of a record of an operation's steps."""
+    return {
+        **_CELL,
+        "tflops": {EACH: AnyOf([_positive, {"missing": str}])},
+        "errors": {EACH: {operation.outputs[0].name: NUMBER}},
+        "samples_ms": _some({EACH: [_positive]}),
+    }
+
+
+def _grid_record(operation: Operation) -> dict:
+    return {
+        "device": str,
+        "dtype": str,
+        "sources": {EACH: _CODE},
+        "ceiling": {"matmul": str, "tflops": _positive, "samples_ms": _some([_positive])},
+        "cells": _some([cell_form(operation)]),
+    }
+
+
+GRID_RECORD = ByOperation(_grid_record)
 _SHARE = AnyOf([type(None), _share])
 DISTRIBUTIONS_RECORD = {
     "device": str,
     "sources": {EACH: _CODE},
     "repairs": AnyOf([type(None), _SOURCE]),
-    "cells": _some([{**CELL, "dtype": str, "inputs": str, **dict.fromkeys(SHARES, _SHARE)}]),
+    "cells": _some(
+        [{**cell_form(FORWARD), "dtype": str, "inputs": str, **dict.fromkeys(SHARES, _SHARE)}]
+    ),
 }
 _SAMPLES = _some({EACH: _some([_positive])})
 _LATENCY_CELL = {**_CELL, "device_us": _SAMPLES, "host_us": _SAMPLES, "missing": {EACH: str}}

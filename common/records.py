@@ -1,11 +1,12 @@
 """Records: what was measured on a GPU, in profiles/<gpu>/, and what is known without one.
 
 The modules of common/bench/ write them: vNN.json is a step's (headline.py), and
-experiments/vNN_what.json that of a variant; grid.json is of many shapes (grid.py), and
-grid_previous.json the run before, if that was of the same sources; distributions.json and
-distributions_previous.json are the same of many kinds of inputs (distributions.py);
-timelines/vNN.json has the clocks of a pipeline (timeline.py); latency.json is what small calls cost
-(latency.py); profiles/static/vNN.json is what is known without a GPU (static_analysis.py).
+experiments/vNN_what.json that of a variant; grid.json and, of the backward ladder,
+grid_backward.json are of many shapes (grid.py), distributions.json is of many kinds of inputs
+(distributions.py), and beside each of these lies, as grid_previous.json, the run before, if that
+was of the same sources; timelines/vNN.json has the clocks of a pipeline (timeline.py); latency.json
+is what small calls cost (latency.py); profiles/static/vNN.json is what is known without a GPU
+(static_analysis.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 
 from .errors import UsageError
-from .operation import STEP_NAME
+from .operation import STEP_NAME, Operation
 from .paths import ROOT
 from .record_schema import Form, find_error
 from .source import python_sha256
@@ -28,10 +29,7 @@ PROFILES_DIR = ROOT / "profiles"
 STATIC = "static"  # the folder in profiles/ that is not a GPU's
 HEADLINE_GPU = "h200"  # the folder whose records README.md and worklog.md show
 # In the folder of a GPU.
-GRID_FILE = "grid.json"
-GRID_PREVIOUS_FILE = "grid_previous.json"
 DISTRIBUTIONS_FILE = "distributions.json"
-DISTRIBUTIONS_PREVIOUS_FILE = "distributions_previous.json"
 LATENCY_FILE = "latency.json"
 
 # The files whose code a repeated call of attention() runs on the host.
@@ -55,6 +53,16 @@ def gpu_folder(device: str) -> str:
     """
     words = re.findall(r"[a-z0-9]+", _MEMORY.sub("", device.lower()))
     return "_".join(word for word in words if word not in _VENDORS)
+
+
+def grid_file(operation: Operation) -> str:
+    """The name of the record of a ladder's grid, in the folder of a GPU."""
+    return f"{operation.named('grid')}.json"
+
+
+def previous_path(path: Path) -> Path:
+    """Where the run before the one of a record of cells is kept."""
+    return path.with_stem(f"{path.stem}_previous")
 
 
 def host_hashes() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def kib(size: int) -> str:
@@ -11,6 +11,12 @@ def kib(size: int) -> str:
 
 def megabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def listed(names: Iterable[str]) -> str:
+    """As in a sentence: "q, k and v"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def label(name: str, *, stale: bool) -> str:

@@ -24,14 +24,14 @@ from verify.inputs import Inputs
 
 from ..catalog import steps_to_run
 from ..errors import UsageError
-from ..operation import FORWARD
+from ..operation import operation_of
 from ..record_schema import Form
-from ..records import read_replaced
+from ..records import previous_path, read_replaced
 from ..runtime.gpu import GpuBackend
 from ..step import Step
 from .peers import Peer, load
 from .timing import SLEEP_CYCLES, time_rounds
-from .trial import describe_cell, require_right, try_call, try_steps
+from .trial import describe_cell, require_right, try_peers, try_steps
 
 WITHOUT = ("sdpa_math",)  # holds all scores: nobody would choose it for these lengths
 
@@ -41,9 +41,11 @@ LEAST_ROUNDS, MOST_ROUNDS = 10, 30
 
 
 def steps_from(first: str) -> list[Step]:
-    """The steps of the forward ladder from one on."""
-    steps = [step for step in steps_to_run() if step.operation == FORWARD]
-    return [step for step in steps if step.name >= first]
+    """The steps of a ladder from one on. Raises UsageError where there is none."""
+    ladder = [step for step in steps_to_run() if step.operation == operation_of(first)]
+    if not (steps := [step for step in ladder if step.name >= first]):
+        raise UsageError(f"nothing to measure: there is no step from {first} on")
+    return steps
 
 
 def build_all(backend: GpuBackend, steps: Iterable[Step], cases: Iterable[Case]) -> None:
@@ -57,25 +59,23 @@ def build_all(backend: GpuBackend, steps: Iterable[Step], cases: Iterable[Case])
 def measure_cell(
     backend: GpuBackend, steps: Sequence[Step], case: Case, inputs: Inputs, expected: Expected
 ) -> dict:
-    """An entry of a record's cells. All of o and lse is checked before anything is timed.
+    """An entry of a record's cells. Every output is checked before anything is timed.
 
     Raises UsageError where no step runs, or where a step or a peer is wrong.
     """
+    operation = case.operation
     trials, missing = try_steps(backend, steps, case, inputs, expected.outputs)
     if not trials:
         raise UsageError("; ".join(missing.values()))
-    peers = load(*inputs, causal=case.causal, without=WITHOUT)
-    for name, peer in peers.items():
-        if isinstance(peer, Peer):
-            trials[name] = try_call(peer.forward, FORWARD, expected.outputs)
-        else:
-            missing[name] = peer
+    peers = load(operation, inputs, causal=case.causal, without=WITHOUT)
+    trials |= try_peers(peers, operation, expected.outputs)
+    missing |= {name: peer for name, peer in peers.items() if isinstance(peer, str)}
     for name, trial in trials.items():
         require_right(name, trial.errors, case, expected)
     calls = {name: trial.call for name, trial in trials.items()}
     rounds = affordable_rounds(_seconds(calls.values()))
     timed = time_rounds(calls, rounds=rounds, sleep_cycles=SLEEP_CYCLES)
-    flops = FORWARD.flops(case.problem)
+    flops = operation.flops(case.problem)
     outcomes = {
         name: trial.outcome(timed.samples_ms[name], flops) for name, trial in trials.items()
     }
@@ -106,9 +106,9 @@ def _seconds(calls: Iterable[Callable[[], object]]) -> float:
     return time.perf_counter() - start
 
 
-def keep_previous(path: Path, previous: Path, form: Form, sources: dict) -> None:
+def keep_previous(path: Path, form: Form, sources: dict) -> None:
     """Renames the record of the run before if it was of these sources; removes any older one."""
-    previous.unlink(missing_ok=True)
+    previous_path(path).unlink(missing_ok=True)
     record = read_replaced(path, form)
     if record and record["sources"] == sources:
-        path.replace(previous)
+        path.replace(previous_path(path))

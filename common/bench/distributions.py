@@ -36,7 +36,6 @@ from ..problem import DISTRIBUTIONS
 from ..record_schema import DISTRIBUTIONS_RECORD, SHARES
 from ..records import (
     DISTRIBUTIONS_FILE,
-    DISTRIBUTIONS_PREVIOUS_FILE,
     PROFILES_DIR,
     SCHEMA,
     gpu_folder,
@@ -89,8 +88,7 @@ def measure_distributions() -> Path:
     progress = tqdm(CELLS, "distributions", unit="cell", leave=False, disable=None)
     record["cells"] = [measure_inputs(backend, steps, case, count) for case in progress]
     path = PROFILES_DIR / gpu_folder(record["device"]) / DISTRIBUTIONS_FILE
-    previous = path.with_name(DISTRIBUTIONS_PREVIOUS_FILE)
-    keep_previous(path, previous, DISTRIBUTIONS_RECORD, record["sources"])
+    keep_previous(path, DISTRIBUTIONS_RECORD, record["sources"])
     write_record(path, record)
     return path
 

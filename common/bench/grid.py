@@ -1,14 +1,16 @@
-"""Measures the steps and their peers at every problem of the grid: profiles/<gpu>/grid.json.
+"""Measures the steps of a ladder and their peers at every problem of its grid.
 
-Inputs are normally distributed. The record's keys are those of headline.py and, of a cell, of
+The record is profiles/<gpu>/grid.json, grid_backward.json of the backward ladder. Inputs are
+normally distributed. The record's keys are those of headline.py and, of a cell, of
 cells.py, but for these:
 
 sources    the hashes of each step that was measured
 ceiling    what the same timer says of a large matrix product by torch: its sizes and median rate
-cells      in the order of common.problem.GRID
+cells      in the order of the operation's grid
 seq_k      of a cell: the keys, where there are not as many as queries, seq
 
-A run after another of the same sources leaves that in grid_previous.json.
+A run after another of the same sources leaves that in grid_previous.json, or in
+grid_backward_previous.json.
 """
 
 from __future__ import annotations
@@ -22,49 +24,46 @@ from tqdm import tqdm
 from verify.accuracy import expect
 from verify.case import Case
 
-from ..problem import GRID
+from ..operation import BACKWARD, FORWARD, Operation
 from ..record_schema import GRID_RECORD
-from ..records import (
-    GRID_FILE,
-    GRID_PREVIOUS_FILE,
-    PROFILES_DIR,
-    SCHEMA,
-    gpu_folder,
-    write_record,
-)
+from ..records import PROFILES_DIR, SCHEMA, gpu_folder, grid_file, write_record
 from ..runtime.gpu import GpuBackend
 from ..step import Step
 from .cells import build_all, keep_previous, measure_cell, steps_from
 from .device_state import git_state, versions
 from .timing import summarize, time_interleaved
 
-FIRST_STEP = "v04"  # the steps before are slower, and v01 and v02 hold all scores
+# The steps before are slower, and v01 and v02 hold all scores.
+FIRST_STEP = {FORWARD: "v04", BACKWARD: "b03"}
 CEILING = 8192  # rows and columns of each matrix of a product
 
-CELLS = tuple(Case.of(name, problem) for name, problem in GRID.items())
+
+def cases_of(operation: Operation) -> tuple[Case, ...]:
+    """The cells of the operation's grid."""
+    return tuple(Case.of(name, problem, operation) for name, problem in operation.grid.items())
 
 
-def measure_grid() -> Path:
-    """Measures all cells and writes their record; returns its path.
+def measure_grid(operation: Operation) -> Path:
+    """Measures all cells of a ladder and writes their record; returns its path.
 
     Raises UsageError where a step cannot be compiled, where no step runs in a cell, or where a step
     or a peer is wrong there.
     """
     backend = GpuBackend()
-    steps = steps_from(FIRST_STEP)
-    build_all(backend, steps, CELLS)
+    steps, cases = steps_from(FIRST_STEP[operation]), cases_of(operation)
+    build_all(backend, steps, cases)
     record = {
         "schema": SCHEMA,
         "git": git_state(),
         **versions(),
-        "dtype": CELLS[0].specialization.dtype,
+        "dtype": cases[0].specialization.dtype,
         "sources": {step.name: {"code_sha256": step.code_sha256} for step in steps},
         "ceiling": measure_ceiling(backend.device),
     }
-    progress = tqdm(CELLS, "grid", unit="cell", leave=False, disable=None)
+    progress = tqdm(cases, operation.named("grid"), unit="cell", leave=False, disable=None)
     record["cells"] = [measure_shape(backend, steps, case) for case in progress]
-    path = PROFILES_DIR / gpu_folder(record["device"]) / GRID_FILE
-    keep_previous(path, path.with_name(GRID_PREVIOUS_FILE), GRID_RECORD, record["sources"])
+    path = PROFILES_DIR / gpu_folder(record["device"]) / grid_file(operation)
+    keep_previous(path, GRID_RECORD, record["sources"])
     write_record(path, record)
     return path
 

@@ -1,4 +1,4 @@
-"""Measures steps and their peers at the headline problem: one record each, all of one run.
+"""Measures steps and their peers at the headline problem: a record for each, a run for each ladder.
 
 A record is a JSON object. Times are in milliseconds, sizes in bytes, errors are the largest
 absolute difference from the float64 oracle. Some keys need a word:
@@ -6,9 +6,10 @@ absolute difference from the float64 oracle. Some keys need a word:
 run                 only numbers of the same run were measured together, so a record includes the
                     peers and the baseline of its own run
 baseline            the step before; for an experiment, the step that it changes
-peak_memory_bytes   what one call takes beyond q, k and v: o, lse and workspace
+peak_memory_bytes   what one call takes beyond the operation's inputs: its outputs and workspace; of
+                    a peer that differentiates its own forward, also what that has saved
 memory              the same over the sequence length
-least_bytes         what the step must move through global memory: q, k, v, o and lse once, its
+least_bytes         what the step must move through global memory: inputs and outputs once, its
                     workspace once written and once read
 code_sha256         of the step's code and its headers', without comments
 counters            what `make profile` added, kept while the source is the same
@@ -30,7 +31,7 @@ from verify.reference import oracle_of, yardstick_of
 
 from ..catalog import all_steps, step_before
 from ..errors import UsageError
-from ..operation import Operation
+from ..operation import Operand, Operation
 from ..patch import EXPERIMENTS_DIR, read_patch
 from ..paths import ROOT
 from ..record_schema import RECORD
@@ -42,7 +43,7 @@ from ..step import Step, read_step
 from .device_state import NOT_COLLECTED, git_state, versions
 from .peers import Peer, load
 from .timing import time_rounds
-from .trial import Trial, errors_of, new_run, peak_memory, try_call, try_steps
+from .trial import Trial, errors_of, new_run, peak_memory, try_peers, try_steps
 
 MEMORY_SEQS = (512, 1024, 2048, 4096, 8192)
 
@@ -95,7 +96,7 @@ def _measure_together(operation: Operation, candidates: Sequence[Candidate]) -> 
     Raises UsageError where no candidate is left.
     """
     backend = GpuBackend()
-    case = Case.of("headline", operation.headline)
+    case = Case.of("headline", operation.headline, operation)
     inputs = case.make(backend.device)
     oracle = oracle_of(operation)(*inputs, **case.arguments)
 
@@ -103,12 +104,8 @@ def _measure_together(operation: Operation, candidates: Sequence[Candidate]) -> 
     steps = dict.fromkeys([*(candidate.step for candidate in candidates), *baselines])
     trials, refusals = try_steps(backend, steps, case, inputs, oracle)
     candidates = _measurable(candidates, trials, refusals)
-    peers = load(*inputs, causal=case.causal)
-    trials |= {
-        name: try_call(peer.forward, operation, oracle)
-        for name, peer in peers.items()
-        if isinstance(peer, Peer)
-    }
+    peers = load(operation, inputs, causal=case.causal)
+    trials |= try_peers(peers, operation, oracle)
     yardstick = yardstick_of(operation)(*inputs, **case.arguments)
     # Hash the sources as they were built and loaded: they may change before the last round is over.
     described = [
@@ -189,8 +186,7 @@ def _description(candidate: Candidate, backend: GpuBackend, case: Case) -> dict:
     sizes = asdict(case.shape)
     plan = evaluate(backend.descriptor(step, spec), sizes, backend.multiprocessors)
     operand_bytes = sum(
-        math.prod(sizes[axis] for axis in operand.axes)
-        * (case.dtype.itemsize if operand.strided else torch.float32.itemsize)
+        math.prod(sizes[axis] for axis in operand.axes) * _dtype(operand, case).itemsize
         for operand in step.operation.operands
     )
     return {
@@ -204,14 +200,22 @@ def _description(candidate: Candidate, backend: GpuBackend, case: Case) -> dict:
     }
 
 
+def _dtype(operand: Operand, case: Case) -> torch.dtype:
+    return case.dtype if operand.strided else torch.float32
+
+
 def _memory_over_seq(backend: GpuBackend, step: Step, case: Case) -> list[dict]:
     """Peak memory of the case with other sequence lengths."""
     entries = []
     for seq in MEMORY_SEQS:
-        shape = replace(case.shape, seq_q=seq, seq_k=seq)
+        sizes = asdict(replace(case.shape, seq_q=seq, seq_k=seq))
         inputs = (
-            torch.zeros(sizes, dtype=case.dtype, device=backend.device)
-            for sizes in (shape.q, shape.kv, shape.kv)
+            torch.zeros(
+                [sizes[axis] for axis in operand.axes],
+                dtype=_dtype(operand, case),
+                device=backend.device,
+            )
+            for operand in step.operation.inputs
         )
         try:
             _, size = peak_memory(partial(run, backend, step, *inputs, **case.arguments))

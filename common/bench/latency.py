@@ -26,7 +26,6 @@ from verify.accuracy import expect
 from verify.case import Case
 
 from .. import attention
-from ..operation import FORWARD
 from ..operator import highest_step
 from ..problem import LATENCY
 from ..records import LATENCY_FILE, PROFILES_DIR, SCHEMA, gpu_folder, host_hashes, write_record
@@ -52,8 +51,8 @@ def measure_latency() -> Path:
     Raises UsageError where no step runs, or where attention() or a peer is wrong.
     """
     backend = GpuBackend()
-    q, k, v = CELLS[0].make(backend.device)
-    step = highest_step(backend, q, k, v, CELLS[0].causal)
+    case = CELLS[0]
+    step = highest_step(backend, case.operation, case.make(backend.device), case.causal)
     progress = tqdm(CELLS, "latency", unit="cell", leave=False, disable=None)
     record = {
         "schema": SCHEMA,
@@ -71,15 +70,15 @@ def measure_latency() -> Path:
 
 def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
     """An entry of the record's cells."""
-    q, k, v = case.make(backend.device)
-    expected = expect(case, q, k, v)
-    peers = load(q, k, v, causal=case.causal, without=WITHOUT)
-    calls = {step.name: partial(attention, q, k, v, causal=case.causal)}
-    calls |= {name: peer.forward for name, peer in peers.items() if isinstance(peer, Peer)}
+    inputs = case.make(backend.device)
+    expected = expect(case, *inputs)
+    peers = load(case.operation, inputs, causal=case.causal, without=WITHOUT)
+    calls = {step.name: partial(attention, *inputs, causal=case.causal)}
+    calls |= {name: peer.call for name, peer in peers.items() if isinstance(peer, Peer)}
     for name, call in calls.items():
-        trial = try_call(call, FORWARD, expected.outputs)
+        trial = try_call(call, case.operation, expected.outputs)
         require_right(name, trial.errors, case, expected)
-    tensors = (q, k, v, *empty_outputs(FORWARD, (q, k, v)))
+    tensors = (*inputs, *empty_outputs(case.operation, inputs))
     launch = partial(backend.prepare(step, tensors, causal=case.causal), *tensors, case.scale)
     before = device_state()
     device_ms = time_interleaved(

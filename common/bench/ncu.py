@@ -72,6 +72,6 @@ def launch_once(step: Step) -> None:
     from ..runtime.gpu import GpuBackend
 
     backend = GpuBackend()
-    case = Case.of("headline", step.operation.headline)
+    case = Case.of("headline", step.operation.headline, step.operation)
     run(backend, step, *case.make(backend.device), **case.arguments)
     torch.cuda.synchronize()

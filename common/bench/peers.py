@@ -3,59 +3,67 @@
 All align a causal mask with the last key. Torch's is_causal aligns it with the first, which is the
 same where there are as many queries as keys; elsewhere torch has causal_lower_right(), which
 FlashAttention takes as it is and any other backend as a matrix.
+
+Backward is that of their own forward, which has run once, except where a function of o and lse can
+be called: then it is given the operation's.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from verify.inputs import Inputs
+
+from ..operation import BACKWARD, FORWARD, Operation
+
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of an operation in its order, or the first one
+Attention = Callable[..., torch.Tensor]  # of q, k and v
+
 
 @dataclass(frozen=True)
 class Peer:
-    """forward() computes the attention it was loaded for; route says which code that runs."""
+    """call() computes the operation it was loaded for; route says which code that runs.
 
-    forward: Callable[[], torch.Tensor]  # -> o [batch, heads, seq_q, head_dim]
+    held_bytes of device memory belong to every call: what its forward has saved for it, beyond the
+    operation's inputs.
+    """
+
+    call: Callable[[], Outputs]
     route: str
+    held_bytes: int = 0
 
 
 def load(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    without: Collection[str] = (),
+    operation: Operation, inputs: Inputs, *, causal: bool, without: Collection[str] = ()
 ) -> dict[str, Peer | str]:
-    """Every peer but those named in without, ready to run on q, k, v, or why it is missing.
-
-    q [batch, heads, seq, head_dim], k and v [batch, kv_heads, seq, head_dim].
-    """
+    """Every peer but those named in without, ready to run on the inputs, or why it is missing."""
     cudnn = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0
+    sdpa, flash_attention_3 = LOADERS[operation]
     loaders = {
-        "sdpa_math": functools.partial(_sdpa, SDPBackend.MATH, "math"),
-        "sdpa_flash": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION, "FlashAttention-2"),
-        "sdpa_cudnn": functools.partial(
-            _sdpa,
+        "sdpa_math": partial(sdpa, SDPBackend.MATH, "math"),
+        "sdpa_flash": partial(sdpa, SDPBackend.FLASH_ATTENTION, "FlashAttention-2"),
+        "sdpa_cudnn": partial(
+            sdpa,
             SDPBackend.CUDNN_ATTENTION,
             f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
         ),
-        "flash_attention_3": _flash_attention_3,
+        "flash_attention_3": flash_attention_3,
     }
     peers: dict[str, Peer | str] = {}
     for name, loader in loaders.items():
         if name in without:
             continue
         try:
-            peer = loader(q, k, v, causal)
-            peer.forward()  # some refuse the device, the shape or the memory only when they run
+            peer = loader(*inputs, causal=causal)
+            peer.call()  # some refuse the device, the shape or the memory only when they run
             torch.cuda.synchronize()
             peers[name] = peer
         except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -63,49 +71,109 @@ def load(
     return peers
 
 
-def _sdpa(backend: SDPBackend, what: str, q, k, v, causal: bool) -> Peer:
+def _sdpa(backend: SDPBackend, what: str, q, k, v, *, causal: bool) -> Peer:
+    attention = _pinned_sdpa(backend, q.shape, k.shape, causal)
+    return Peer(partial(attention, q, k, v), _sdpa_route(what))
+
+
+def _sdpa_backward(backend: SDPBackend, what: str, q, k, v, o, lse, dout, *, causal: bool) -> Peer:
+    attention = _pinned_sdpa(backend, q.shape, k.shape, causal)
+    call, held_bytes = _gradients(attention, q, k, v, o, lse, dout)
+    return Peer(call, _sdpa_route(what), held_bytes)
+
+
+def _sdpa_route(what: str) -> str:
+    return f"torch {torch.__version__}, {what}"
+
+
+def _pinned_sdpa(
+    backend: SDPBackend, q_shape: torch.Size, k_shape: torch.Size, causal: bool
+) -> Attention:
+    """SDPA of q, k and v [batch, heads, seq, head_dim] of these shapes."""
     # Only what is needed: a backend may refuse it.
-    options = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    options = {"enable_gqa": True} if q_shape[1] != k_shape[1] else {}
     if causal:
-        seq_q, seq_k = q.shape[2], k.shape[2]
+        seq_q, seq_k = q_shape[2], k_shape[2]
         mask = None if seq_q == seq_k else causal_lower_right(seq_q, seq_k)
         options |= {"is_causal": True} if mask is None else {"attn_mask": mask}
 
-    def forward() -> torch.Tensor:
+    def attention(q, k, v) -> torch.Tensor:
         # Entering the context costs host time only, and the timer keeps the host ahead of the
         # device.
         with sdpa_kernel(backend):
             return scaled_dot_product_attention(q, k, v, **options)
 
-    return Peer(forward, f"torch {torch.__version__}, {what}")
+    return attention
 
 
-def _flash_attention_3(q, k, v, causal: bool) -> Peer:
-    call, route = _flash_attention_3_call()
-    # The layout it was written for, so that no stride is held against it.
-    q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-    return Peer(lambda: call(q, k, v, causal).transpose(1, 2), route)
+def _gradients(
+    attention: Attention, q, k, v, o, lse, dout
+) -> tuple[Callable[[], tuple[torch.Tensor, ...]], int]:
+    """A function that computes the gradients of q, k and v by autograd, and its held_bytes.
 
-
-def _flash_attention_3_call() -> tuple[Callable[..., torch.Tensor], str]:
-    """A function of q, k, v [batch, seq, heads, head_dim] and causal, and its origin.
-
-    Raises ImportError or OSError.
+    attention has run once: what it has returned and saved is held, in place of o and lse.
     """
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    before = torch.cuda.memory_allocated()
+    out = attention(*leaves)
+    held_bytes = torch.cuda.memory_allocated() - before - o.nbytes - lse.nbytes
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return gradients, max(0, held_bytes)
+
+
+@dataclass(frozen=True)
+class _FlashAttention3:
+    """FlashAttention-3 from somewhere, for tensors [batch, seq, heads, head_dim].
+
+    forward is a function of q, k, v and causal. backward takes the operation's inputs and causal,
+    and returns a function that computes the gradients, and its held_bytes.
+    """
+
+    forward: Attention
+    backward: Callable[..., tuple[Callable[[], tuple[torch.Tensor, ...]], int]]
+    route: str
+
+
+def _flash_attention_3(q, k, v, *, causal: bool) -> Peer:
+    library = _find_flash_attention_3()
+    q, k, v = _sequence_first(q, k, v)
+    return Peer(lambda: library.forward(q, k, v, causal).transpose(1, 2), library.route)
+
+
+def _flash_attention_3_backward(q, k, v, o, lse, dout, *, causal: bool) -> Peer:
+    library = _find_flash_attention_3()
+    q, k, v, o, dout = _sequence_first(q, k, v, o, dout)
+    gradients, held_bytes = library.backward(q, k, v, o, lse, dout, causal)
+    return Peer(lambda: tuple(x.transpose(1, 2) for x in gradients()), library.route, held_bytes)
+
+
+def _sequence_first(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """In the layout that FlashAttention was written for, so that no stride is held against it."""
+    return tuple(x.transpose(1, 2).contiguous() for x in tensors)
+
+
+def _find_flash_attention_3() -> _FlashAttention3:
+    """Raises ImportError or OSError."""
     if library := os.environ.get("FLASH_ATTN_3_LIB"):
         torch.ops.load_library(library)
-        return _registered_op, "library at $FLASH_ATTN_3_LIB"
+        return _registered_ops("library at $FLASH_ATTN_3_LIB")
     try:
         import flash_attn_interface
     except ImportError:
         pass
     else:
 
-        def call(q, k, v, causal):
+        def forward(q, k, v, causal: bool) -> torch.Tensor:
             result = flash_attn_interface.flash_attn_func(q, k, v, causal=causal)
             return result[0] if isinstance(result, tuple) else result  # older ones return lse, too
 
-        return call, "flash_attn_interface"
+        def backward(q, k, v, o, lse, dout, causal: bool):
+            return _gradients(partial(forward, causal=causal), q, k, v, o, lse, dout)
+
+        return _FlashAttention3(forward, backward, "flash_attn_interface")
     try:
         import xformers
         import xformers.flash_attn_3._C  # registers the operators
@@ -114,8 +182,27 @@ def _flash_attention_3_call() -> tuple[Callable[..., torch.Tensor], str]:
             "no flash_attn_interface, no xformers with FlashAttention-3, and "
             "FLASH_ATTN_3_LIB is not set"
         ) from None
-    return _registered_op, f"xformers {xformers.__version__}"
+    return _registered_ops(f"xformers {xformers.__version__}")
 
 
-def _registered_op(q, k, v, causal: bool) -> torch.Tensor:
-    return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal)[0]
+def _registered_ops(route: str) -> _FlashAttention3:
+    def forward(q, k, v, causal: bool) -> torch.Tensor:
+        return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal)[0]
+
+    def backward(q, k, v, o, lse, dout, causal: bool):
+        def gradients() -> tuple[torch.Tensor, ...]:
+            # Given, as versions differ in whether they return them.
+            dq, dk, dv = outputs = tuple(torch.empty_like(x) for x in (q, k, v))
+            torch.ops.flash_attn_3.bwd(dout, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, is_causal=causal)
+            return outputs
+
+        return gradients, 0
+
+    return _FlashAttention3(forward, backward, route)
+
+
+# By operation: of torch's backends and of FlashAttention-3.
+LOADERS = {
+    FORWARD: (_sdpa, _flash_attention_3),
+    BACKWARD: (_sdpa_backward, _flash_attention_3_backward),
+}

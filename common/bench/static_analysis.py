@@ -63,7 +63,7 @@ def static_path(step: Step) -> Path:
 
 def count_bank_conflicts(step: Step) -> list[dict]:
     """The record's banks. Raises UsageError where the step does not run."""
-    case = Case.of("headline", COUNTED)  # seeded by its name
+    case = Case.of("headline", COUNTED, step.operation)  # seeded by its name
     try:
         accesses = CpuBackend().count_shared_accesses(step, *case.make("cpu"), **case.arguments)
     except SimtError as error:

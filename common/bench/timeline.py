@@ -49,7 +49,7 @@ def timeline_record(step: Step) -> dict:
     source = timeline_patch(step)
     patched = find_step(source)
     backend = GpuBackend(poison=True)
-    case = Case.of("headline", patched.operation.headline)
+    case = Case.of("headline", patched.operation.headline, patched.operation)
     inputs = case.make(backend.device)
     before = device_state()
     for _ in range(RUNS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from ..operation import Operation
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
 from ..step import Step
+from .peers import Outputs, Peer
 from .timing import summarize
 
 
@@ -26,7 +27,7 @@ from .timing import summarize
 class Trial:
     """A call that works, and what was seen when it was tried."""
 
-    call: Callable[[], object]
+    call: Callable[[], Outputs]
     errors: dict[str, float]  # by output: the largest absolute difference from the oracle
     peak_memory_bytes: int
 
@@ -60,13 +61,28 @@ def try_steps(
     return trials, refusals
 
 
+def try_peers(
+    peers: Mapping[str, Peer | str], operation: Operation, oracle: Sequence[torch.Tensor]
+) -> dict[str, Trial]:
+    """The trials of the peers that are not missing, by name."""
+    return {
+        name: try_call(peer.call, operation, oracle, peer.held_bytes)
+        for name, peer in peers.items()
+        if isinstance(peer, Peer)
+    }
+
+
 def try_call(
-    call: Callable[[], object], operation: Operation, oracle: Sequence[torch.Tensor]
+    call: Callable[[], Outputs],
+    operation: Operation,
+    oracle: Sequence[torch.Tensor],
+    held_bytes: int = 0,
 ) -> Trial:
-    """call returns the operation's outputs, or only the first one."""
+    """call uses held_bytes of memory that were allocated before."""
     result, peak_memory_bytes = peak_memory(call)
     outputs = (result,) if isinstance(result, torch.Tensor) else result
-    return Trial(call, errors_of(operation, outputs, oracle), peak_memory_bytes)
+    errors = errors_of(operation, outputs, oracle)
+    return Trial(call, errors, held_bytes + peak_memory_bytes)
 
 
 def errors_of(

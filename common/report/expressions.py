@@ -3,11 +3,15 @@
     v04.tflops : .1f                     a number of a record, formatted as by Python's format()
     v04.tflops / v02.tflops : .1f        arithmetic: + - * / and parentheses
     v04.fa3_share : .0%                  one of derived.derived
-    peers.sdpa_cudnn.time_ms : .3f       of the latest run
+    b03.error, b03.dk_error              the largest errors of the first output and of another
+    peers.sdpa_cudnn.time_ms : .3f       of the latest run of the forward ladder
+    peers_backward.sdpa_cudnn.time_ms    of the backward one
     experiments.v04_no_padding.gain : .2f
     grid.d64_causal_4096.v07 : .1f       TFLOP/s of a step or a peer in a cell of the grid
+    grid_backward.d64_causal_4096.b03    likewise
     distributions.d64_causal_fp16_normal_4.v10           likewise
-    grid.d64_causal_4096.v07.error       the largest error of its o, in distributions likewise
+    grid.d64_causal_4096.v07.error       the largest error of its o, or of the operation's first
+                                         output; in distributions likewise
     distributions.d64_causal_fp16_normal_4.rescaled      a share of a cell
     v06.sass.attention_forward.HMMA      one of derived.static_derived
     v06.banks.ldmatrix_x4.conflicts
@@ -25,8 +29,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..operation import FORWARD
-from ..problem import DISTRIBUTIONS, GRID
+from ..operation import FORWARD, OPERATIONS
+from ..problem import DISTRIBUTIONS
 from ..record_schema import SHARES
 from .derived import derived, static_derived
 from .record_set import NOT_MEASURED, STALE, RecordSet
@@ -34,7 +38,11 @@ from .record_set import NOT_MEASURED, STALE, RecordSet
 _TOKEN = re.compile(r"\s*([a-z_][\w.]*|\d+(?:\.\d+)?|[-+*/()])\s*")
 _PRECEDENCE = ({"+": operator.add, "-": operator.sub}, {"*": operator.mul, "/": operator.truediv})
 _STATIC = {"sass", "banks"}
-_CELLS = {"grid": GRID, "distributions": DISTRIBUTIONS}  # by the record set's attribute
+_PEERS = {operation.named("peers"): operation for operation in OPERATIONS.values()}
+# By a name of the record set's cells: their operation, and their problems.
+_CELLS = {each.named("grid"): (each, each.grid) for each in OPERATIONS.values()} | {
+    "distributions": (FORWARD, DISTRIBUTIONS)
+}
 _TIMES = {"time_ms", "time_p25_ms", "time_p75_ms", "tflops"}
 
 
@@ -131,8 +139,8 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
     name, *keys = text.split(".")
     if name in _CELLS:
         return _cell_number(record_set, name, keys, text)
-    if name == "peers":
-        return _walk(record_set.newest, derived, ["peers", *keys], text)
+    if name in _PEERS:
+        return _walk(record_set.of(_PEERS[name]).newest, derived, ["peers", *keys], text)
     sources, recorded, derive = record_set.steps, record_set.measured, derived
     if name == "experiments" and keys:
         name = keys.pop(0)
@@ -146,12 +154,14 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
 
 
 def _cell_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -> _Value:
-    names = list(_CELLS[kind])
+    operation, problems = _CELLS[kind]
+    ladder = record_set.of(operation)
     if len(keys) != 2 and keys[2:] != ["error"]:
-        raise UsageError(f"'{text}' does not read like '{kind}.{names[0]}.v07'")
+        example = f"{kind}.{next(iter(problems))}.{operation.letter}07"
+        raise UsageError(f"'{text}' does not read like '{example}'")
     cell_name, name, *error = keys
-    _require(cell_name, names, text)
-    measured = getattr(record_set, kind)
+    _require(cell_name, list(problems), text)
+    measured = record_set.cells.get(kind)
     cells = {cell["name"]: cell for cell in measured.record["cells"]} if measured else {}
     if cell_name not in cells:
         raise _Unavailable(NOT_MEASURED)
@@ -162,14 +172,14 @@ def _cell_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -
         if cell[name] is None:
             raise _Unavailable(NOT_MEASURED)
         return _Value(cell[name])
-    if name not in cell["tflops"] and name in [step.name for step in record_set.steps]:
+    if name not in cell["tflops"] and name in [step.name for step in ladder.steps]:
         raise _Unavailable(NOT_MEASURED)
     _require(name, list(cell["tflops"]), text)
     rate = cell["tflops"][name]
     if isinstance(rate, dict):
         raise _Unavailable("missing")
     if error:
-        return _Value(cell["errors"][name][FORWARD.outputs[0].name])
+        return _Value(cell["errors"][name][operation.outputs[0].name])
     return _Value(rate, cell["run"])
 
 

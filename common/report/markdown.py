@@ -2,11 +2,13 @@
 
 Generated text stands between HTML comments, which render invisibly:
 
-    <!-- table: results -->…<!-- end -->          or memory, peers, grid, distributions, latency,
-                                                  sass, banks, resources v04, counters v04,
-                                                  experiments v04; with its letter, results v,
-                                                  those of a ladder
-    <!-- table: grid h100 -->…<!-- end -->        any of the first six, of the records in
+    <!-- table: results -->…<!-- end -->          or memory, peers, grid, sass, banks: those of the
+                                                  forward ladder
+    <!-- table: results b -->…<!-- end -->        any of these, of the ladder with this letter
+    <!-- table: latency -->…<!-- end -->          or distributions
+    <!-- table: counters v04 -->…<!-- end -->     or resources, experiments: those of a step
+    <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers and grid of any ladder,
+                                                  distributions and latency, of the records in
                                                   profiles/h100, which need not be there
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..catalog import require_well_formed
@@ -28,7 +31,7 @@ from ..records import HEADLINE_GPU, STATIC, write_atomically
 from . import diagrams, tables
 from .expressions import evaluate
 from .plots import render_plots
-from .record_set import NOT_MEASURED, RecordSet, load_record_set
+from .record_set import NOT_MEASURED, Ladder, RecordSet, load_record_set
 from .timeline_plot import render_timelines
 
 REQUIRED_TABLES = {
@@ -98,7 +101,7 @@ def render(path: Path, record_set: RecordSet, others: list[RecordSet]) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path.name} cannot be read: {error}") from None
 
-    present = {marker["table"] for marker in _MARKER.finditer(text)}
+    present = {_parse(marker["table"]) for marker in _MARKER.finditer(text) if marker["table"]}
 
     def fill(marker: re.Match) -> str:
         try:
@@ -119,7 +122,7 @@ def render(path: Path, record_set: RecordSet, others: list[RecordSet]) -> str:
             f"{path.name}: marker {opening[0][:60] if opening else ''} has no <!-- end -->"
         )
     for table in _required_tables(path.name, record_set):
-        if table not in present:
+        if _parse(table) not in present:
             raise UsageError(f"{path.name}: missing marker <!-- table: {table} --> … <!-- end -->")
     return filled
 
@@ -132,29 +135,54 @@ def _required_tables(name: str, record_set: RecordSet) -> list[str]:
     return [*REQUIRED_TABLES[name], *(f"experiments {step}" for step in tried)]
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a table's name says: its kind, and whose records it shows."""
+
+    kind: str
+    operation: Operation = FORWARD
+    folder: str | None = None  # of a GPU; without one, the headline GPU's
+    words: tuple[str, ...] = ()  # the rest of the name
+
+
+def _parse(name: str) -> _Asked:
+    kind, *words = name.split() or [""]
+    operation, folder = FORWARD, None
+    if kind in LADDER_TABLES | STATIC_TABLES and words and words[0] in OPERATIONS:
+        operation = OPERATIONS[words.pop(0)]
+    if kind in LADDER_TABLES | GPU_TABLES and words and _FOLDER.fullmatch(words[0]):
+        folder = words.pop(0)
+    return _Asked(kind, operation, folder, tuple(words))
+
+
 def _table(
-    name: str, record_set: RecordSet, others: list[RecordSet], present: Collection[str | None]
+    name: str, record_set: RecordSet, others: list[RecordSet], present: Collection[_Asked]
 ) -> str:
-    """others are the record sets of other GPUs, present the names of all tables of the file."""
-    kind, *arguments = name.split() or [""]
-    if kind == "results" and (not arguments or arguments[0] in OPERATIONS):
-        operation = OPERATIONS[arguments[0] if arguments else FORWARD.letter]
-        following = [other for other in others if f"results {other.folder.name}" not in present]
+    """others are the record sets of other GPUs, present are all tables of the file."""
+    asked = _parse(name)
+    kind, operation, words = asked.kind, asked.operation, list(asked.words)
+    if kind in STEP_TABLES and words in [[step.name] for step in record_set.steps]:
+        return STEP_TABLES[kind](record_set, *words)
+    if words or kind not in LADDER_TABLES | STATIC_TABLES | GPU_TABLES:
+        raise UsageError(
+            f"there are the tables {', '.join(LADDER_TABLES | STATIC_TABLES)}, each also with the "
+            f"letter of a ladder: {', '.join(OPERATIONS)}; {', '.join(GPU_TABLES)}; of these, "
+            f"{', '.join(LADDER_TABLES | GPU_TABLES)} also with the name of a folder of profiles/; "
+            f"with the name of a step, {', '.join(STEP_TABLES)}"
+        )
+    if kind == "results" and not asked.folder:
+        own = {
+            table.folder for table in present if (table.kind, table.operation) == (kind, operation)
+        }
+        following = [other for other in others if other.folder.name not in own]
         return _results(operation, record_set, following)
-    if kind in GPU_TABLES and not arguments:
-        return GPU_TABLES[kind](record_set)
-    if kind in GPU_TABLES and len(arguments) == 1 and _FOLDER.fullmatch(arguments[0]):
-        chosen = [one for one in (record_set, *others) if one.folder.name == arguments[0]]
-        return GPU_TABLES[kind](chosen[0]) if chosen else NOT_MEASURED
-    if kind in STATIC_TABLES and not arguments:
-        return STATIC_TABLES[kind](record_set)
-    if kind in STEP_TABLES and arguments in [[step.name] for step in record_set.steps]:
-        return STEP_TABLES[kind](record_set, *arguments)
-    raise UsageError(
-        f"there are the tables {', '.join(GPU_TABLES)}, each also with the name of a folder of "
-        f"profiles/, results also with a ladder's letter: {', '.join(OPERATIONS)}; "
-        f"{', '.join(STATIC_TABLES)}; with the name of a step, {', '.join(STEP_TABLES)}"
-    )
+    gpus = (record_set, *others) if asked.folder else (record_set,)
+    chosen = next((one for one in gpus if asked.folder in (None, one.folder.name)), None)
+    if chosen is None:
+        return NOT_MEASURED
+    if kind in GPU_TABLES:
+        return GPU_TABLES[kind](chosen)
+    return (LADDER_TABLES | STATIC_TABLES)[kind](chosen.of(operation))
 
 
 def _results(operation: Operation, record_set: RecordSet, others: list[RecordSet]) -> str:
@@ -166,20 +194,20 @@ def _results(operation: Operation, record_set: RecordSet, others: list[RecordSet
     return "\n\n".join(parts)
 
 
-def _results_of_a_gpu(record_set: RecordSet) -> str:
-    return tables.results(record_set.of(FORWARD)) if record_set.newest else NOT_MEASURED
+def _results_of_a_gpu(ladder: Ladder) -> str:
+    return tables.results(ladder) if ladder.newest else NOT_MEASURED
 
 
-# Of a GPU's records.
-GPU_TABLES = {
+# Of a ladder: of what was measured on a GPU, and of what is known without one.
+LADDER_TABLES = {
     "results": _results_of_a_gpu,
     "memory": tables.memory,
     "peers": tables.peers,
     "grid": tables.grid,
-    "distributions": tables.distributions,
-    "latency": tables.latency,
 }
 STATIC_TABLES = {"sass": tables.sass, "banks": tables.banks}
+# Of what was measured on a GPU, all of it of the forward ladder.
+GPU_TABLES = {"distributions": tables.distributions, "latency": tables.latency}
 STEP_TABLES = {
     "resources": tables.resources,
     "counters": tables.counters,

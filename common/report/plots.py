@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from itertools import product
 
+from ..operation import FORWARD, OPERATIONS, Operation
 from ..problem import NORMAL
 from ..record_schema import NUMBER
 from ..text import label
@@ -27,7 +28,7 @@ from .diagrams.svg import (
     files,
     text_width,
 )
-from .record_set import Cells, RecordSet
+from .record_set import Cells, Ladder, RecordSet
 from .rows import latest_steps
 
 LEFT, RIGHT = 18, WIDTH - 18  # of a plot, in pixels
@@ -50,21 +51,23 @@ LIMITS = {
 def render_plots(record_set: RecordSet) -> dict[str, str]:
     """SVG text by file name; none without a record."""
     drawings = {}
-    if record_set.measured.records:
-        drawings["steps"] = _steps(record_set)
-    if limits := _limits(record_set):
-        drawings["limits"] = limits
-    if record_set.grid:
-        drawings["grid"] = _grid(record_set.grid)
+    for operation in OPERATIONS.values():
+        ladder = record_set.of(operation)
+        if ladder.measured.records:
+            drawings[operation.named("steps")] = _steps(ladder)
+        if limits := _limits(ladder):
+            drawings[operation.named("limits")] = limits
+        if ladder.grid:
+            drawings[operation.named("grid")] = _grid(ladder.grid, operation)
     if record_set.distributions and latest_steps(record_set, record_set.distributions.record):
         drawings["distributions"] = _distributions(record_set, record_set.distributions)
     return files(drawings)
 
 
-def _steps(record_set: RecordSet) -> Drawing:
+def _steps(ladder: Ladder) -> Drawing:
     """TFLOP/s as dots on a logarithmic axis, one for each step; the peers as lines."""
-    records = record_set.measured.records
-    newest = record_set.newest
+    records = ladder.measured.records
+    newest = ladder.newest
     assert newest is not None
     rates = {name: peer["tflops"] for name, peer in newest["peers"].items() if "tflops" in peer}
     colors = _peer_colors(newest["peers"])
@@ -82,7 +85,7 @@ def _steps(record_set: RecordSet) -> Drawing:
         return round(left + scale * math.log10(rate / low), 1)
 
     drawing = Drawing(bottom + 44)
-    title = f"{newest['device']}: {_work(newest)}"
+    title = f"{_device(newest, ladder.operation)}: {_work(newest)}"
     drawing.text(LEFT, 22, title, TITLE, bold=True)
     decades = range(round(math.log10(low)), math.ceil(math.log10(max(everything))) + 1)
     for rate in (digit * 10.0**decade for decade in decades for digit in (1, 2, 5)):
@@ -101,7 +104,7 @@ def _steps(record_set: RecordSet) -> Drawing:
         y = top + ROW * (row + 0.5)
         x = x_of(record["tflops"])
         idea = record["source"].rpartition("/")[2].removesuffix(".cu").partition("_")[2]
-        _name(drawing, y, record_set.measured.label(name), idea.replace("_", " "))
+        _name(drawing, y, ladder.measured.label(name), idea.replace("_", " "))
         _label(drawing, x - 10, y, f"{record['tflops']:.3g}")
         drawing.dot(x, y, 6, STRONGEST)
     return drawing
@@ -124,13 +127,13 @@ def _peer_colors(names: Iterable[str]) -> dict[str, str]:
     return {name: MARKS[n % len(MARKS)] for n, name in enumerate(reversed([*names]))}
 
 
-def _limits(record_set: RecordSet) -> Drawing | None:
+def _limits(ladder: Ladder) -> Drawing | None:
     """A row for each step: how close it comes to each limit, the closest one marked.
 
     Of a step with several kernels the one that takes longest stands for it. None where nothing was
     counted.
     """
-    measured = record_set.measured
+    measured = ladder.measured
     counted = {
         name: ncu
         for name, record in measured.records.items()
@@ -142,7 +145,9 @@ def _limits(record_set: RecordSet) -> Drawing | None:
     column = (RIGHT - left) / len(LIMITS)
     track = column - 46
     drawing = Drawing(top + ROW * len(measured.records) + 46)
-    title = f"{record_set.newest['device']}: what each step is limited by, % of the peak"
+    title = (
+        f"{_device(ladder.newest, ladder.operation)}: what each step is limited by, % of the peak"
+    )
     drawing.text(LEFT, 22, title, TITLE, bold=True)
     for n, limit in enumerate(LIMITS):
         drawing.text(left + n * column, top - 14, limit, bold=True)
@@ -173,7 +178,7 @@ def _limits(record_set: RecordSet) -> Drawing | None:
     return drawing
 
 
-def _grid(grid: Cells) -> Drawing:
+def _grid(grid: Cells, operation: Operation) -> Drawing:
     """A row for each shape, a panel for each mask: steps as dots, peers as ticks."""
     record = grid.record
     steps = list(record["sources"])
@@ -189,7 +194,9 @@ def _grid(grid: Cells) -> Drawing:
     bottom = max(shapes.values()) + GRID_ROW + 4
     scale = PANEL / max(highest, ceiling)
     drawing = Drawing(bottom + 34)
-    title = f"{record['device']}, {record['dtype']}: TFLOP/s, medians of interleaved rounds"
+    title = (
+        f"{_device(record, operation)}, {record['dtype']}: TFLOP/s, medians of interleaved rounds"
+    )
     drawing.text(LEFT, 22, title, TITLE, bold=True)
     _grid_legend(drawing, 46, grid, step_colors, peer_colors)
     text = "batch × heads × N"
@@ -338,6 +345,12 @@ def _shape(cell: dict) -> tuple:
 def _rates(cells: Iterable[dict]) -> list[float]:
     rates = [rate for cell in cells for rate in cell["tflops"].values()]
     return [rate for rate in rates if isinstance(rate, NUMBER)]
+
+
+def _device(record: dict, operation: Operation) -> str:
+    """The device, and what else than forward it computed."""
+    device = record["device"]
+    return device if operation == FORWARD else f"{device}, {operation.name}"
 
 
 def _work(record: dict) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..catalog import all_steps
 from ..errors import UsageError
-from ..operation import Operation
+from ..operation import OPERATIONS, Operation, operation_of
 from ..patch import Patch, read_patch
 from ..record_schema import (
     DISTRIBUTIONS_RECORD,
@@ -23,13 +23,12 @@ from ..record_schema import (
 )
 from ..records import (
     DISTRIBUTIONS_FILE,
-    DISTRIBUTIONS_PREVIOUS_FILE,
-    GRID_FILE,
-    GRID_PREVIOUS_FILE,
     LATENCY_FILE,
     STATIC,
+    grid_file,
     host_hashes,
     is_stale,
+    previous_path,
     read_record,
     read_records,
 )
@@ -54,6 +53,11 @@ class Recorded:
     def label(self, name: str) -> str:
         return label(name, stale=name in self.stale)
 
+    def of(self, operation: Operation) -> Recorded:
+        """The records of one ladder."""
+        kept = {name: r for name, r in self.records.items() if operation_of(name) == operation}
+        return Recorded(kept, self.stale & kept.keys())
+
 
 @dataclass(frozen=True)
 class Cells:
@@ -73,6 +77,24 @@ class Latency:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """What a record set has of one operation."""
+
+    operation: Operation
+    steps: tuple[Step, ...]
+    measured: Recorded  # steps
+    static: Recorded  # steps and experiments, in the order of the worklog
+    grid: Cells | None  # of shapes
+
+    @property
+    def newest(self) -> dict | None:
+        """The step record of the latest run; of several, the highest step's."""
+        records = self.measured.records
+        by_run = [(record["run"], name) for name, record in records.items()]
+        return records[max(by_run)[1]] if by_run else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordSet:
     """The records in a GPU's folder of profiles/ and the static ones, beside their sources."""
 
@@ -83,23 +105,22 @@ class RecordSet:
     experiments: Recorded
     static: Recorded  # steps and experiments, in the order of the worklog
     timelines: Recorded
-    grid: Cells | None  # of shapes
-    distributions: Cells | None  # of the inputs
+    cells: dict[str, Cells]  # "grid" and "grid_backward", of shapes; "distributions", of the inputs
     latency: Latency | None
 
-    def of(self, operation: Operation) -> RecordSet:
-        """The steps of one ladder and their records; the rest as it is."""
-        steps = tuple(step for step in self.steps if step.operation == operation)
-        names = {step.name for step in steps}
-        records = {name: r for name, r in self.measured.records.items() if name in names}
-        return replace(self, steps=steps, measured=replace(self.measured, records=records))
-
     @property
-    def newest(self) -> dict | None:
-        """The step record of the latest run; of several, the highest step's."""
-        records = self.measured.records
-        by_run = [(record["run"], name) for name, record in records.items()]
-        return records[max(by_run)[1]] if by_run else None
+    def distributions(self) -> Cells | None:
+        return self.cells.get("distributions")
+
+    def of(self, operation: Operation) -> Ladder:
+        """What there is of an operation."""
+        return Ladder(
+            operation=operation,
+            steps=tuple(step for step in self.steps if step.operation == operation),
+            measured=self.measured.of(operation),
+            static=self.static.of(operation),
+            grid=self.cells.get(operation.named("grid")),
+        )
 
 
 def load_record_set(folder: Path, root: Path) -> RecordSet:
@@ -121,6 +142,12 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
             for source in (step, *(patch for patch in patches if patch.step == step))
         ],
     )
+    cells = {
+        operation.named("grid"): _load_cells(folder / grid_file(operation), GRID_RECORD, steps)
+        for operation in OPERATIONS.values()
+    }
+    repairs = _patches(root / "common" / "bench" / "repairs")
+    cells["distributions"] = _load_distributions(folder, steps, repairs)
     return RecordSet(
         folder=folder,
         steps=steps,
@@ -132,10 +159,7 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
             read_records(folder / "timelines", TIMELINE_RECORD),
             _patches(root / "common" / "bench" / "timelines"),
         ),
-        grid=_load_cells(folder / GRID_FILE, folder / GRID_PREVIOUS_FILE, GRID_RECORD, steps),
-        distributions=_load_distributions(
-            folder, steps, _patches(root / "common" / "bench" / "repairs")
-        ),
+        cells={name: record for name, record in cells.items() if record},
         latency=_load_latency(folder, steps),
     )
 
@@ -150,8 +174,8 @@ def _recorded(records: dict[str, dict], sources: Sequence[Step | Patch]) -> Reco
     return Recorded(kept, _stale(kept, sources))
 
 
-def _load_cells(path: Path, previous_path: Path, form: Form, steps: Sequence[Step]) -> Cells | None:
-    record, previous = read_record(path, form), read_record(previous_path, form)
+def _load_cells(path: Path, form: Form, steps: Sequence[Step]) -> Cells | None:
+    record, previous = read_record(path, form), read_record(previous_path(path), form)
     if not record:
         return None
     if previous and previous["sources"] != record["sources"]:
@@ -163,8 +187,7 @@ def _load_distributions(
     folder: Path, steps: Sequence[Step], patches: Sequence[Patch]
 ) -> Cells | None:
     """Without the shares where they are those of another patch than there is now."""
-    path, previous = folder / DISTRIBUTIONS_FILE, folder / DISTRIBUTIONS_PREVIOUS_FILE
-    loaded = _load_cells(path, previous, DISTRIBUTIONS_RECORD, steps)
+    loaded = _load_cells(folder / DISTRIBUTIONS_FILE, DISTRIBUTIONS_RECORD, steps)
     if loaded and (repairs := loaded.record["repairs"]):
         of_now = _recorded({repairs["step"]: repairs}, patches)
         if repairs["step"] in of_now.stale or not of_now.records:

@@ -12,24 +12,24 @@ from ..metrics import num_conflicts, smem_bytes, spill_bytes
 from ..operation import operation_of
 from ..record_schema import NUMBER, SHARES
 from .derived import FA3, derived, peer_ratios, readable, static_derived, top_stalls
-from .record_set import NOT_MEASURED, STALE, RecordSet
+from .record_set import NOT_MEASURED, STALE, Ladder, RecordSet
 
 Row = dict[str, Any]
 
 GROWS = 3  # memory that more than triples when the sequence doubles holds all scores
 
 
-def steps(record_set: RecordSet) -> list[Row]:
+def steps(ladder: Ladder) -> list[Row]:
     """One row per step."""
     rows = []
-    for step in record_set.steps:
+    for step in ladder.steps:
         row = {
             "name": step.name,
             "path": f"steps/{step.path.name}",
-            "stale": step.name in record_set.measured.stale,
+            "stale": step.name in ladder.measured.stale,
             "title": step.title,
         }
-        record = record_set.measured.records.get(step.name)
+        record = ladder.measured.records.get(step.name)
         if record is None:
             rows.append({**row, "status": NOT_MEASURED})
             continue
@@ -51,12 +51,12 @@ def steps(record_set: RecordSet) -> list[Row]:
     return rows
 
 
-def peers(record_set: RecordSet) -> list[Row]:
+def peers(ladder: Ladder) -> list[Row]:
     """One row per peer of the latest run."""
-    if record_set.newest is None:
+    if ladder.newest is None:
         return []
-    measured = record_set.newest["peers"]
-    output = operation_of(record_set.newest["step"]).outputs[0].name
+    measured = ladder.newest["peers"]
+    output = ladder.operation.outputs[0].name
     fa3_ms = measured[FA3].get("time_ms")
     return [
         {"name": name, "missing": peer["missing"]}
@@ -76,26 +76,29 @@ def peers(record_set: RecordSet) -> list[Row]:
     ]
 
 
-def memory(record_set: RecordSet) -> list[Row]:
+def memory(ladder: Ladder) -> list[Row]:
     """One row per sequence length: the peak memory of some steps, the last's saving over the first.
 
-    The steps are those that hold all scores, then the latest that does not; None does not fit.
+    The steps are those that hold all scores, then the latest that does not; None does not fit. No
+    saving where none holds them.
     """
     curves = {
         name: {entry["seq"]: entry["bytes"] for entry in record["memory"]}
-        for name, record in record_set.measured.records.items()
-        if name not in record_set.measured.stale
+        for name, record in ladder.measured.records.items()
+        if name not in ladder.measured.stale
     }
     materialising = [name for name, curve in curves.items() if _holds_scores(curve)]
     fused = [name for name in curves if name not in materialising][-1:]
-    if not materialising or not fused:
+    if not fused:
         return []
+    names = materialising + fused
     rows = []
-    for seq in curves[materialising[0]]:
-        sizes = {name: curves[name].get(seq) for name in materialising + fused}
-        first, *_, last = sizes.values()
-        saving = first / last if first and last else None
-        rows.append({"seq": seq, "bytes": sizes, "saving": saving})
+    for seq in curves[names[0]]:
+        row: Row = {"seq": seq, "bytes": {name: curves[name].get(seq) for name in names}}
+        if materialising:
+            first, *_, last = row["bytes"].values()
+            row["saving"] = first / last if first and last else None
+        rows.append(row)
     return rows
 
 
@@ -104,15 +107,15 @@ def _holds_scores(curve: dict[int, int | None]) -> bool:
     return len(sizes) > 1 and sizes[-1] > GROWS * sizes[-2]
 
 
-def grid(record_set: RecordSet) -> list[Row]:
+def grid(ladder: Ladder) -> list[Row]:
     """One row per shape: the rates of steps and peers, None where missing.
 
     ratio is the last step's rate over the fastest peer's.
     """
-    if record_set.grid is None:
+    if ladder.grid is None:
         return []
-    record = record_set.grid.record
-    measured = [step.name for step in record_set.steps if step.name in record["sources"]]
+    record = ladder.grid.record
+    measured = [step.name for step in ladder.steps if step.name in record["sources"]]
     if not measured:
         return []
     names = measured + [
@@ -241,18 +244,18 @@ def _counters(record_set: RecordSet, step: str) -> dict[str, Row] | str:
     }
 
 
-def sass(record_set: RecordSet) -> list[Row]:
+def sass(ladder: Ladder) -> list[Row]:
     """One row per kernel of each step: what the compiler gave it, and instructions in its code.
 
     instructions counts each opcode, or says why they are not counted.
     """
     rows = []
-    for step in record_set.steps:
-        record = record_set.static.records.get(step.name)
+    for step in ladder.steps:
+        record = ladder.static.records.get(step.name)
         if record is None:
             continue
         compiled = record["compiled"]
-        if isinstance(compiled, str) or step.name in record_set.static.stale:
+        if isinstance(compiled, str) or step.name in ladder.static.stale:
             status = compiled if isinstance(compiled, str) else STALE
             rows.append({"step": step.name, "status": status})
             continue
@@ -272,11 +275,11 @@ def sass(record_set: RecordSet) -> list[Row]:
     return rows
 
 
-def banks(record_set: RecordSet) -> list[Row]:
+def banks(ladder: Ladder) -> list[Row]:
     """One row per place where a step or an experiment accesses shared memory."""
     rows = []
-    for name, record in record_set.static.records.items():
-        if name in record_set.static.stale:
+    for name, record in ladder.static.records.items():
+        if name in ladder.static.stale:
             rows.append({"name": name, "status": STALE})
             continue
         operations = [place["operation"] for place in record["banks"]]

@@ -7,20 +7,46 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..metrics import OPCODES
+from ..operation import FORWARD, Operation
 from ..record_schema import SHARES
-from ..text import kib, label, markdown, megabytes
+from ..text import kib, label, listed, markdown, megabytes
 from . import rows
-from .derived import peer_ratios
-from .record_set import NOT_MEASURED, STALE, Cells, RecordSet
+from .derived import derived, peer_ratios
+from .record_set import NOT_MEASURED, STALE, Cells, Ladder, RecordSet
 from .rows import Row, latest_steps
 
 Cell = Callable[[Row], str]  # the text of one column in a row
 Show = Callable[[Any], str]  # the text of one value
 
-INPUTS = "q, k and v normally distributed with variance 1 (logits of standard deviation 1)"
+
+def inputs(operation: Operation) -> str:
+    """What is drawn of a call's inputs; o and lse follow from it."""
+    drawn = listed(each.name for each in operation.inputs if each not in FORWARD.outputs)
+    return f"{drawn} normally distributed with variance 1 (logits of standard deviation 1)"
 
 
-def results(record_set: RecordSet) -> str:
+def _unless_forward(operation: Operation, text: str) -> str:
+    """What goes without saying of the forward ladder."""
+    return "" if operation == FORWARD else text
+
+
+def _flops(operation: Operation) -> str:
+    ratio = operation.products / FORWARD.products
+    return _unless_forward(operation, f"FLOPs are {ratio:g} times forward's. ")
+
+
+def _peak_memory(operation: Operation) -> str:
+    beyond = listed(each.name for each in operation.inputs)
+    saved = "; of a peer that differentiates its own forward, also what that has saved"
+    return f"what one call takes beyond {beyond}{_unless_forward(operation, saved)}. "
+
+
+def _max_error(operation: Operation) -> str:
+    """Of all outputs the records have one; the tables have the first's."""
+    return _unless_forward(operation, f"of {operation.outputs[0].name}, ") + "against float64"
+
+
+def results(ladder: Ladder) -> str:
     """One row per step, then one per peer, and below what they ran on."""
     columns = {
         "Version": _linked,
@@ -35,26 +61,26 @@ def results(record_set: RecordSet) -> str:
         ">Peak memory": _PEAK_MEMORY,
         ">Max error": _ERROR,
     }
-    table = _table(columns, rows.steps(record_set) + rows.peers(record_set))
-    return table if record_set.newest is None else f"{table}\n\n{_conditions(record_set)}"
+    table = _table(columns, rows.steps(ladder) + rows.peers(ladder))
+    return table if ladder.newest is None else f"{table}\n\n{_conditions(ladder)}"
 
 
-def _conditions(record_set: RecordSet) -> str:
-    record = record_set.newest
+def _conditions(ladder: Ladder) -> str:
+    record = ladder.newest
     assert record is not None
-    shape = record["shape"]
-    environment = record["environment"]
+    operation, shape, environment = ladder.operation, record["shape"], record["environment"]
+    states = _device_states([environment["before"], environment["after"]])
     text = (
         f"{record['device']}; batch {shape['batch']}, heads {shape['heads']}, "
         f"sequence {shape['seq_q']}, head_dim {shape['head_dim']}, {shape['dtype']}, not causal; "
-        f"{INPUTS}; median of {len(record['samples_ms'])} interleaved rounds, L2 flushed before "
-        f"each call. {_device_states([environment['before'], environment['after']])} "
+        f"{inputs(operation)}; median of {len(record['samples_ms'])} interleaved rounds, "
+        f"L2 flushed before each call. {states} {_flops(operation)}"
         "Registers and shared memory: one number per kernel. "
-        "Peak memory: what one call takes beyond q, k and v. Max error: against float64; "
-        f"torch in {shape['dtype']} has {record['torch_errors']['o']:.1e}. "
+        f"Peak memory: {_peak_memory(operation)}Max error: {_max_error(operation)}; "
+        f"torch in {shape['dtype']} has {derived(record)['torch_error']:.1e}. "
         "Step gain: against the step before, same run."
     )
-    if len({record["run"] for record in record_set.measured.records.values()}) > 1:
+    if len({record["run"] for record in ladder.measured.records.values()}) > 1:
         text += " The steps were not all measured in one run; the peers' rows are the latest run's."
     return text
 
@@ -78,28 +104,31 @@ def _device_states(states: Sequence[dict | str]) -> str:
     )
 
 
-def memory(record_set: RecordSet) -> str:
+def memory(ladder: Ladder) -> str:
     """Peak memory of each step that holds all scores, and of the latest that does not, over N."""
-    found = rows.memory(record_set)
+    found = rows.memory(ladder)
     if not found:
-        return STALE if record_set.measured.stale else NOT_MEASURED
+        return STALE if ladder.measured.stale else NOT_MEASURED
     names = list(found[0]["bytes"])
     columns = {
         ">N": _value("seq"),
         **{f">{name}": _of("bytes", name, megabytes, none="does not fit") for name in names},
-        f">Saving {names[-1]} over {names[0]}": _value("saving", "{:.0f} ×".format),
     }
-    shape = record_set.measured.records[names[-1]]["shape"]
+    if "saving" in found[0]:
+        title = f">Saving {names[-1]} over {names[0]}"
+        columns[title] = _value("saving", "{:.0f} ×".format)
+    shape = ladder.measured.records[names[-1]]["shape"]
+    beyond = listed(each.name for each in ladder.operation.inputs)
     return (
-        _table(columns, found) + "\n\nMeasured peak of one call beyond q, k and v, "
+        f"{_table(columns, found)}\n\nMeasured peak of one call beyond {beyond}, "
         f"batch {shape['batch']}, heads {shape['heads']}, "
         f"head_dim {shape['head_dim']}, {shape['dtype']}."
     )
 
 
-def peers(record_set: RecordSet) -> str:
+def peers(ladder: Ladder) -> str:
     """The peers of the latest run."""
-    found = rows.peers(record_set)
+    found = rows.peers(ladder)
     if not found:
         return NOT_MEASURED
 
@@ -115,15 +144,19 @@ def peers(record_set: RecordSet) -> str:
         ">Peak memory": _PEAK_MEMORY,
         ">Max error": _ERROR,
     }
-    return _table(columns, found)
+    caption = (
+        f"\n\nPeak memory: {_peak_memory(ladder.operation)}"
+        f"Max error: {_max_error(ladder.operation)}."
+    )
+    return _table(columns, found) + _unless_forward(ladder.operation, caption)
 
 
-def grid(record_set: RecordSet) -> str:
+def grid(ladder: Ladder) -> str:
     """One row per shape: the rates, and the last step's over that of the fastest peer."""
-    found = rows.grid(record_set)
+    found = rows.grid(ladder)
     if not found:
         return NOT_MEASURED
-    measured = record_set.grid
+    measured = ladder.grid
     assert measured is not None
     record = measured.record
     labels = {name: label(name, stale=name in measured.stale) for name in found[0]["tflops"]}
@@ -143,10 +176,10 @@ def grid(record_set: RecordSet) -> str:
     }
     return _table(columns, found) + (
         f"\n\n{labels[last]} over the fastest peer: {_summary(peer_ratios(record, last))}. "
-        f"TFLOP/s on the {record['device']} in {record['dtype']}; {INPUTS}; "
+        f"TFLOP/s on the {record['device']} in {record['dtype']}; {inputs(ladder.operation)}; "
         "where the mask is causal, the operations of visible keys are counted: half of them where "
         "there are as many queries as keys. "
-        f"{_how_measured(measured, last)}"
+        f"{_flops(ladder.operation)}{_how_measured(measured, last)}"
     )
 
 
@@ -276,7 +309,7 @@ def latency(record_set: RecordSet) -> str:
     return _table(columns, found) + (
         f"\n\nMicroseconds on the {record['device']}: of the device / of the host. Batch "
         f"{first['batch']}, heads {first['heads']}, head_dim {first['head_dim']}, "
-        f"{record['dtype']}; {INPUTS}. "
+        f"{record['dtype']}; {inputs(FORWARD)}. "
         f"The device: events around the call, of {step} around its launch, "
         f"median of {_samples(first['device_us'])} interleaved rounds, L2 flushed before each. "
         "The host: until the call returns, while the device still computes, median of "
@@ -348,7 +381,7 @@ def counters(record_set: RecordSet, step: str) -> str:
     )
 
 
-def sass(record_set: RecordSet) -> str:
+def sass(ladder: Ladder) -> str:
     """One row per kernel of each step: what the compiler gave it, and instructions in its code."""
     columns = {
         "Kernel": _kernel,
@@ -358,14 +391,14 @@ def sass(record_set: RecordSet) -> str:
         ">Instructions": _instructions,
         **{f">{opcode}": _opcode(opcode) for opcode in OPCODES},
     }
-    found = rows.sass(record_set)
+    found = rows.sass(ladder)
     if not found:
         return NOT_MEASURED
     table = _table(_status_in(">Registers", columns), found)
     compilers = sorted({row["compiler"] for row in found if "compiler" in row})
     if not compilers:
         return table
-    shape = next(iter(record_set.static.records.values()))["shape"]
+    shape = next(iter(ladder.static.records.values()))["shape"]
     return table + (
         "\n\nInstructions are counted as they stand in the code, however often they are executed. "
         f"Compiled for {', '.join(compilers)}: head_dim {shape['head_dim']}, "
@@ -387,7 +420,7 @@ def _opcode(opcode: str) -> Cell:
     return cell
 
 
-def banks(record_set: RecordSet) -> str:
+def banks(ladder: Ladder) -> str:
     """A row a place where a step or an experiment accesses shared memory: wavefronts, conflicts."""
 
     def per_access(row: Row) -> str:
@@ -402,10 +435,10 @@ def banks(record_set: RecordSet) -> str:
         ">Wavefronts per access, least → counted": per_access,
         ">Bank conflicts": _value("conflicts"),
     }
-    found = rows.banks(record_set)
+    found = rows.banks(ladder)
     if not found:
         return NOT_MEASURED
-    shape = next(iter(record_set.static.records.values()))["shape"]
+    shape = next(iter(ladder.static.records.values()))["shape"]
     return _table(columns, found) + (
         "\n\nCounted by the SIMT runtime where a wrapper accesses shared memory: batch "
         f"{shape['batch']}, heads {shape['heads']}, {shape['seq_q']} queries, {shape['seq_k']} "

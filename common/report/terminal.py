@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..metrics import OPCODES, num_conflicts, smem_bytes, spill_bytes
-from ..text import kib, markdown, megabytes
+from ..operation import operation_of
+from ..text import kib, listed, markdown, megabytes
 from .derived import FA3, derived, static_derived
 
 
 def measured(record: dict) -> str:
     """What was measured, one line each."""
-    numbers = derived(record)
+    numbers, operation = derived(record), operation_of(record["step"])
+    beyond = listed(each.name for each in operation.inputs)
     fa3 = record["peers"][FA3]
     lines = [
         ("time", f"{record['time_ms']:.4g} ms"),
@@ -23,9 +25,9 @@ def measured(record: dict) -> str:
             if numbers["fa3_share"] is None
             else f"{numbers['fa3_share']:.1%}",
         ),
-        ("peak memory", f"{megabytes(record['peak_memory_bytes'])} beyond q, k and v"),
+        ("peak memory", f"{megabytes(record['peak_memory_bytes'])} beyond {beyond}"),
         (
-            "max error",
+            f"max error of {operation.outputs[0].name}",
             f"{numbers['error']:.1e}; torch in {record['shape']['dtype']}: "
             f"{numbers['torch_error']:.1e}",
         ),

@@ -10,7 +10,7 @@ from common.bench.peers import Peer
 from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
-from verify.reference import attention_reference
+from verify.reference import oracle_of
 
 torch.set_num_threads(1)  # pytest -n auto has a process for each core
 
@@ -19,10 +19,11 @@ torch.set_num_threads(1)  # pytest -n auto has a process for each core
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call takes 2 ms, a round of all 0.2 s, and one of two peers is there."""
 
-    def load(q, k, v, *, causal, without):
+    def load(operation, inputs, *, causal, without):
         assert without == ("sdpa_math",)
-        o, _ = attention_reference(q, k, v, causal=causal, softmax_scale=q.shape[-1] ** -0.5)
-        return {"sdpa_cudnn": "no such shape", "sdpa_flash": Peer(lambda: o, "torch")}
+        scale = inputs[0].shape[-1] ** -0.5
+        outputs = oracle_of(operation)(*inputs, causal=causal, softmax_scale=scale)
+        return {"sdpa_cudnn": "no such shape", "sdpa_flash": Peer(lambda: outputs, "torch")}
 
     monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
     monkeypatch.setattr(cells, "load", load)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from common.operation import Operation
 from common.problem import DISTRIBUTIONS
 from common.records import SCHEMA, host_hashes
 from common.step import Step
-
-FLOPS = 4 * 4 * 16 * 4096**2 * 128
 
 
 def fake_record(
     step: Step, *, baseline: Step | None = None, time_ms: float = 20.0, run: str = "2000-01-01 a"
 ) -> dict:
     """A record of the step as it is now, twice as fast as the baseline, if any."""
+    operation = step.operation
     state = {
         "sm_clock_mhz": 1000,
         "memory_clock_mhz": 2000,
@@ -28,7 +28,7 @@ def fake_record(
         "code_sha256": step.code_sha256,
         "compile": ["nvcc", "-cubin"],
         "resources": {
-            "attention_forward": {
+            f"attention_{operation.name}": {
                 "registers": 111,
                 "static_smem": 1024,
                 "dynamic_smem": 2048,
@@ -56,22 +56,22 @@ def fake_record(
             "dtype": "bf16",
             "causal": False,
         },
-        "flops": FLOPS,
-        "torch_errors": {"o": 0.004, "lse": 0.05},
+        "flops": operation.flops(operation.headline),
+        "torch_errors": _errors(operation, 0.004, 0.05),
         "peers": {
             "sdpa_math": {"missing": "out of memory"},
-            "sdpa_flash": {"route": "torch 1.0", **_outcome(2.0)},
-            "sdpa_cudnn": {"route": "torch 1.0", **_outcome(1.0)},
-            "flash_attention_3": {"route": "fake", **_outcome(0.8)},
+            "sdpa_flash": {"route": "torch 1.0", **_outcome(operation, 2.0)},
+            "sdpa_cudnn": {"route": "torch 1.0", **_outcome(operation, 1.0)},
+            "flash_attention_3": {"route": "fake", **_outcome(operation, 0.8)},
         },
-        **_outcome(time_ms),
+        **_outcome(operation, time_ms),
         "counters": "not collected",
         "memory": [{"seq": 512, "bytes": 10**7}, {"seq": 1024, "bytes": 2 * 10**7}],
         "baseline": baseline
         and {
             "step": baseline.name,
             "code_sha256": baseline.code_sha256,
-            **_outcome(2 * time_ms),
+            **_outcome(operation, 2 * time_ms),
         },
     }
 
@@ -82,6 +82,7 @@ def fake_grid(*steps: Step) -> dict:
     rates |= {"sdpa_math": {"missing": "out of memory"}, "sdpa_flash": 160.0, "sdpa_cudnn": 640.0}
     shape = {"batch": 4, "heads": 32, "kv_heads": 32, "seq": 4096, "head_dim": 64}
     state = fake_record(steps[0])["environment"]["before"]
+    output = steps[0].operation.outputs[0]
     return {
         "schema": SCHEMA,
         "device": "NVIDIA H200",
@@ -97,7 +98,7 @@ def fake_grid(*steps: Step) -> dict:
                 "causal": causal,
                 "tflops": rates,
                 "errors": {
-                    name: {"o": rate / (1e6 if causal else 1e5)}
+                    name: {output.name: rate / (1e6 if causal else 1e5)}
                     for name, rate in rates.items()
                     if name != "sdpa_math"
                 },
@@ -175,7 +176,7 @@ def fake_static_record(step: Step) -> dict:
             "toolkit": "1.0",
             "arch": "sm_1",
             "resources": fake_record(step)["resources"],
-            "sass": {"attention_forward": {"HMMA": 128, "LDSM": 64, "FADD": 8}},
+            "sass": {f"attention_{step.operation.name}": {"HMMA": 128, "LDSM": 64, "FADD": 8}},
         },
         "banks": [
             {
@@ -226,13 +227,18 @@ def fake_timeline(step: Step, tiles: int = 32) -> dict:
     }
 
 
-def _outcome(time_ms: float) -> dict:
+def _errors(operation: Operation, of_first: float, of_others: float) -> dict[str, float]:
+    first, *others = (output.name for output in operation.outputs)
+    return {first: of_first, **dict.fromkeys(others, of_others)}
+
+
+def _outcome(operation: Operation, time_ms: float) -> dict:
     return {
         "time_ms": time_ms,
         "time_p25_ms": time_ms * 0.99,
         "time_p75_ms": time_ms * 1.01,
-        "tflops": FLOPS / time_ms / 1e9,
+        "tflops": operation.flops(operation.headline) / time_ms / 1e9,
         "samples_ms": [time_ms] * 3,
-        "errors": {"o": 0.001, "lse": 1e-6},
+        "errors": _errors(operation, 0.001, 1e-6),
         "peak_memory_bytes": 68 * 10**6,
     }

@@ -98,6 +98,18 @@ def test_times_of_two_runs_are_not_compared(record_set):
     assert table["cycles"] == ["2e+06", "1e+06", "0.50 ×"]
 
 
+def test_steps_of_the_backward_ladder(tmp_path):
+    b01, b02 = find_two("b01", "b02")
+    for step, time_ms in ((b01, 40.0), (b02, 10.0)):
+        record = fake_record(step, time_ms=time_ms) | {"counters": counted("attention_backward")}
+        write_record(tmp_path / f"profiles/h200/{step.name}.json", record)
+        write_record(tmp_path / f"profiles/static/{step.name}.json", fake_static_record(step))
+    table = rows(load_record_set(tmp_path / "profiles/h200", tmp_path), b01, b02)
+    assert table["time_ms"] == ["40", "10", "0.25 ×"]
+    assert table["registers"] == ["111", "111", "="]
+    assert table["cycles"] == ["5", "5", "="]
+
+
 def test_stale_records_are_called_stale(record_set):
     changed = {"code_sha256": "0" * 64}
     table = rows(record_set(records=({}, changed), static=(changed, {})))

@@ -12,33 +12,37 @@ import torch
 from common.bench import cells, grid
 from common.catalog import all_steps
 from common.errors import UsageError
-from common.operation import FORWARD
+from common.operation import BACKWARD, FORWARD, OPERATIONS, Operation
 from common.problem import GRID, GRID_OVER_LENGTHS, HIDDEN, TOKENS, Specialization
-from common.record_schema import CELL, GRID_RECORD, find_error
+from common.record_schema import GRID_RECORD, cell_form, find_error
 from common.records import read_record, write_record
 from common.report import plots, tables
 from common.report.expressions import evaluate
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.gpu import GpuBackend
 from verify.cases import BF16, Case, Shape, find_cases
-from verify.reference import attention_reference
+from verify.reference import oracle_of
 from verify.tests.drawings import clashes, dots, texts
 from verify.tests.fake_records import fake_grid
 
 V01, V02, V03 = all_steps()[:3]
+B01, B02 = [step for step in all_steps() if step.operation == BACKWARD][:2]
 TINY = Case("tiny", Shape(1, 2, 2, 96, 96, 64), BF16, causal=True)
+CELLS = grid.cases_of(FORWARD)
+CELL = cell_form(FORWARD)
 
 
 @pytest.fixture
 def record_set(tmp_path):
     """Loads the record set of a project whose grid has v01 and v02, changed as told.
 
-    previous is the record of the run before.
+    previous is the record of the run before. The grid of the backward ladder has b01 and b02.
     """
 
     def load(previous: dict | None = None, **changes) -> RecordSet:
         folder = tmp_path / "profiles" / "h200"
         write_record(folder / "grid.json", fake_grid(V01, V02) | changes)
+        write_record(folder / "grid_backward.json", fake_grid(B01, B02))
         if previous:
             write_record(folder / "grid_previous.json", previous)
         return load_record_set(folder, tmp_path)
@@ -46,9 +50,13 @@ def record_set(tmp_path):
     return load
 
 
+def grid_table(record_set: RecordSet, operation: Operation = FORWARD) -> str:
+    return tables.grid(record_set.of(operation))
+
+
 def test_cells():
-    cells = {case.name: case.shape for case in grid.CELLS}
-    assert len(cells) == len(grid.CELLS) == 37
+    cells = {case.name: case.shape for case in CELLS}
+    assert len(cells) == len(CELLS) == 37
     shared = {name: shape for name, shape in cells.items() if name.startswith("gqa")}
     assert len(GRID_OVER_LENGTHS) == 22
     for name in GRID_OVER_LENGTHS.keys() - shared.keys():
@@ -76,8 +84,19 @@ def test_cells():
         "encoder_2048": Shape(1, 16, 16, 2048, 2048, 64),
         "prefill_causal_32768": Shape(1, 64, 8, 1024, 32768, 128),
     }
-    for case in grid.CELLS:
+    for case in CELLS:
         assert case.causal == ("causal" in case.name)
+
+
+def test_cells_of_backward():
+    """Some of forward's, under the same names: inputs of the same shapes."""
+    cells = grid.cases_of(BACKWARD)
+    assert [case.name for case in cells] == [
+        *GRID_OVER_LENGTHS,
+        *(f"d{head_dim}{mask}_4096" for head_dim in (96, 192) for mask in ("", "_causal")),
+    ]
+    for case in cells:
+        assert (case.operation, case.problem) == (BACKWARD, GRID[case.name])
 
 
 def test_flops_are_those_of_the_visible_half():
@@ -88,7 +107,7 @@ def test_flops_are_those_of_the_visible_half():
 class TorchBackend:
     """A stand-in for the GPU: v03 refuses, the others add an error to what torch computes.
 
-    To the elements of o at an index.
+    To the elements of the first output at an index.
     """
 
     device = torch.device("cpu")
@@ -96,13 +115,15 @@ class TorchBackend:
     def __init__(self, error: float = 0.0, where: tuple = (...,)):
         self.error, self.where = error, where
 
-    def launch(self, step, q, k, v, o, lse, *, causal, softmax_scale):
+    def launch(self, step, *tensors, **arguments):
         if step is V03:
             raise UsageError("v03 takes head_dim 128")
-        result = attention_reference(q, k, v, causal=causal, softmax_scale=softmax_scale)
-        o.copy_(result[0])
-        o[self.where] += self.error
-        lse.copy_(result[1])
+        operation = step.operation
+        inputs = tensors[: len(operation.inputs)]
+        outputs = tensors[len(operation.inputs) :]
+        for output, result in zip(outputs, oracle_of(operation)(*inputs, **arguments), strict=True):
+            output.copy_(result)
+        outputs[0][self.where] += self.error
 
 
 def test_measured_cell(without_a_gpu):
@@ -117,6 +138,19 @@ def test_measured_cell(without_a_gpu):
     }
     samples = cell["samples_ms"]
     assert {name: len(row) for name, row in samples.items()} == {"v02": 15, "sdpa_flash": 15}
+
+
+def test_measured_cell_of_backward(without_a_gpu):
+    """Peers return all gradients here, and each is checked."""
+    case = replace(TINY, operation=BACKWARD)
+    cell = grid.measure_shape(TorchBackend(), [B01, B02], case)
+    assert find_error(cell, cell_form(BACKWARD)) is None
+    assert list(cell["tflops"]) == ["b01", "b02", "sdpa_cudnn", "sdpa_flash"]
+    assert cell["tflops"]["b02"] == pytest.approx(5 * 2 * 96**2 * 64 / 2e9)
+    assert list(cell["errors"]) == ["b01", "b02", "sdpa_flash"]
+    assert all(list(errors) == ["dq", "dk", "dv"] for errors in cell["errors"].values())
+    with pytest.raises(UsageError, match=r"b01 is wrong on tiny: an error of .* in dq"):
+        grid.measure_shape(TorchBackend(0.1), [B01], case)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +177,7 @@ def test_everything_is_built_first():
     built = []
     backend = SimpleNamespace(build=lambda *job: built.append(job))
     narrow = replace(V02, limits=replace(V02.limits, highest_head_dim=128))
-    cells.build_all(backend, [V01, narrow], grid.CELLS)
+    cells.build_all(backend, [V01, narrow], CELLS)
     expected = [
         (step, Specialization(head_dim, "bf16", causal))
         for step in (V01, narrow)
@@ -159,7 +193,7 @@ def test_what_cannot_be_built_stops_the_grid():
         raise UsageError("nvcc cannot compile v01_naive.cu")
 
     with pytest.raises(UsageError, match="nvcc cannot compile"):
-        cells.build_all(SimpleNamespace(build=build), [V01], grid.CELLS)
+        cells.build_all(SimpleNamespace(build=build), [V01], CELLS)
 
 
 def test_ceiling(monkeypatch):
@@ -187,26 +221,50 @@ def read_grid(path: Path) -> dict | None:
 @pytest.fixture
 def measured_grid(monkeypatch, tmp_path):
     """Writes a record of fake cells in tmp_path; returns its path."""
-    fake = fake_grid(*cells.steps_from(grid.FIRST_STEP))
+    monkeypatch.setitem(grid.FIRST_STEP, BACKWARD, "b02")
+    fake = fake_grid(V01)
     monkeypatch.setattr(grid, "GpuBackend", lambda: SimpleNamespace(device="cuda"))
     monkeypatch.setattr(grid, "build_all", lambda *_: None)
     monkeypatch.setattr(grid, "measure_ceiling", lambda device: fake["ceiling"])
     monkeypatch.setattr(grid, "versions", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(
-        grid, "measure_shape", lambda backend, steps, case: fake["cells"][0] | {"name": case.name}
+        grid,
+        "measure_shape",
+        lambda backend, steps, case: fake_grid(*steps)["cells"][0] | {"name": case.name},
     )
     monkeypatch.setattr(grid, "PROFILES_DIR", tmp_path)
-    return grid.measure_grid
+    return lambda operation=FORWARD: grid.measure_grid(operation)
 
 
 def test_record_of_the_grid(measured_grid, tmp_path):
     path = measured_grid()
     assert path == tmp_path / "h200" / "grid.json"
     record = read_grid(path)
-    assert list(record["sources"]) == [step.name for step in all_steps()][3:]
-    assert [cell["name"] for cell in record["cells"]] == [case.name for case in grid.CELLS]
+    assert list(record["sources"]) == [step.name for step in cells.steps_from("v01")][3:]
+    assert [cell["name"] for cell in record["cells"]] == [case.name for case in CELLS]
     assert record["ceiling"]["tflops"] == 800.0
     assert [file.name for file in path.parent.iterdir()] == ["grid.json"]
+
+
+def test_record_of_the_backward_grid_lies_beside_it(measured_grid):
+    path = measured_grid()
+    other = measured_grid(BACKWARD)
+    assert other == path.with_name("grid_backward.json")
+    record = read_grid(other)
+    assert record["sources"].keys() == {step.name for step in cells.steps_from("b02")}
+    assert [cell["name"] for cell in record["cells"]] == list(BACKWARD.grid)
+    write_record(other, record | {"driver": "first"})
+    measured_grid(BACKWARD)
+    assert read_grid(path.with_name("grid_backward_previous.json"))["driver"] == "first"
+    assert read_grid(path)["sources"].keys() == {step.name for step in cells.steps_from("v04")}
+
+
+def test_every_ladder_has_a_first_step_in_its_grid():
+    assert grid.FIRST_STEP.keys() == {*OPERATIONS.values()}
+    for operation, name in grid.FIRST_STEP.items():
+        assert all(step.operation == operation for step in cells.steps_from(name))
+    with pytest.raises(UsageError, match="there is no step from v99 on"):
+        cells.steps_from("v99")
 
 
 def test_a_run_before_of_the_same_sources_is_kept(measured_grid):
@@ -241,7 +299,7 @@ def test_a_malformed_run_before_is_overwritten(measured_grid, capsys):
 
 
 def test_table(record_set):
-    text = tables.grid(record_set())
+    text = grid_table(record_set())
     rates = "| 100 | 200 | missing | 160 | 640 | 0.312 × |"
     assert text.splitlines()[:4] == [
         "| Cell | head_dim | Mask | Batch × heads | Queries | Keys | v01 | v02 | sdpa_math | "
@@ -251,10 +309,18 @@ def test_table(record_set):
         "| d64_causal_4096 | 64 | causal | 4 × 32 | 4096 | 4096 " + rates,
     ]
     caption = text.splitlines()[-1]
-    assert f"NVIDIA H200 in bf16; {tables.INPUTS}; " in caption
+    assert f"NVIDIA H200 in bf16; {tables.inputs(FORWARD)}; " in caption
     assert "Median of 3 interleaved rounds" in caption
     assert "throttle reasons after: none" in caption
     assert "In the run before" not in caption
+
+
+def test_table_of_backward(record_set):
+    text = grid_table(record_set(), BACKWARD)
+    assert " | b01 | b02 | sdpa_math |" in text.splitlines()[0]
+    assert "; q, k, v and dout normally distributed with variance 1" in text
+    assert "as many queries as keys. FLOPs are 2.5 times forward's. Median of 3" in text
+    assert "FLOPs" not in grid_table(record_set())
 
 
 def cells_with(*rates: dict) -> list[dict]:
@@ -272,20 +338,20 @@ def ratios(text: str) -> list[str]:
 
 def test_ratio_to_the_fastest_peer(record_set):
     cells = cells_with({"v02": 640.0}, {"v02": 810.0})
-    text = tables.grid(record_set(cells=cells))
+    text = grid_table(record_set(cells=cells))
     assert ratios(text) == ["**1.000 ×**", "**1.266 ×**"]
     told = (
         "v02 over the fastest peer: geometric mean of 2 cells 1.125 ×, smallest 1.000 × (d64_4096)"
     )
     assert f"\n\n{told}. TFLOP/s on" in text
     # Never bold below 1, and no ratio without a peer or without the step.
-    assert ratios(tables.grid(record_set(cells=cells_with({"v02": 639.9}, {})))) == [
+    assert ratios(grid_table(record_set(cells=cells_with({"v02": 639.9}, {})))) == [
         "1.000 ×",
         "0.312 ×",
     ]
     gone = {"missing": "too long"}
     cells = cells_with({"v02": gone}, {"sdpa_flash": gone, "sdpa_cudnn": gone})
-    text = tables.grid(record_set(cells=cells))
+    text = grid_table(record_set(cells=cells))
     assert ratios(text) == ["", ""]
     assert "v02 over the fastest peer: not measured." in text
 
@@ -293,21 +359,21 @@ def test_ratio_to_the_fastest_peer(record_set):
 def test_run_before_is_told_below_the_table(record_set):
     previous = fake_grid(V01, V02)
     previous["cells"] = cells_with({"v02": 320.0}, {"v02": 1280.0})
-    text = tables.grid(record_set(previous))
+    text = grid_table(record_set(previous))
     assert ratios(text) == ["0.312 ×", "0.312 ×"]  # the newer one's
     assert (
         "In the run before, of the same sources: geometric mean of 2 cells 1.000 ×, "
         "smallest 0.500 × (d64_4096)."
     ) in text
     previous["sources"]["v02"]["code_sha256"] = "0" * 64
-    assert "In the run before" not in tables.grid(record_set(previous))
+    assert "In the run before" not in grid_table(record_set(previous))
 
 
 def test_shared_heads_and_rounds_are_told(record_set):
     cells = fake_grid(V01, V02)["cells"]
     cells[0] |= {"heads": 64, "kv_heads": 8}
     cells[1]["samples_ms"] = {"v01": [1.0] * 10}
-    text = tables.grid(record_set(cells=cells))
+    text = grid_table(record_set(cells=cells))
     assert "| 64 | none | 4 × 64/8 | 4096 | 4096 |" in text
     assert "Median of 3 to 10 interleaved rounds" in text
 
@@ -318,7 +384,7 @@ def test_other_keys_than_queries(without_a_gpu, record_set):
     assert find_error(cell, CELL) is None
     assert cell["tflops"]["v02"] == pytest.approx(4 * 2 * (40 * 56 + 40**2 / 2) * 64 / 2e9)
     cell["environment"] = fake_grid(V01)["cells"][0]["environment"]
-    text = tables.grid(record_set(sources=fake_grid(V02)["sources"], cells=[cell]))
+    text = grid_table(record_set(sources=fake_grid(V02)["sources"], cells=[cell]))
     assert "| tiny | 64 | causal | 1 × 2 | 40 | 96 |" in text
 
 
@@ -326,21 +392,21 @@ def test_table_tells_what_throttled_any_cell(record_set):
     cells = fake_grid(V01)["cells"]
     slow = cells[0]["environment"]["after"] | {"throttle_reasons": ["software power cap"]}
     cells[0]["environment"] = cells[0]["environment"] | {"after": slow}
-    assert "throttle reasons after: software power cap." in tables.grid(record_set(cells=cells))
+    assert "throttle reasons after: software power cap." in grid_table(record_set(cells=cells))
 
 
 def test_changed_step_is_called_stale(record_set):
     sources = fake_grid(V01, V02)["sources"]
     sources["v02"]["code_sha256"] = "0" * 64
     changed = record_set(sources=sources)
-    assert "| v01 | v02 (stale) | sdpa_math |" in tables.grid(changed)
+    assert "| v01 | v02 (stale) | sdpa_math |" in grid_table(changed)
     assert evaluate("grid.d64_4096.v02", changed) == "stale"
     assert evaluate("grid.d64_4096.v01", changed) == "100.0"
 
 
 def test_without_a_record(tmp_path):
     nothing = load_record_set(tmp_path, tmp_path)
-    assert tables.grid(nothing) == "not measured"
+    assert grid_table(nothing) == "not measured"
     assert evaluate("grid.d64_4096.v01", nothing) == "not measured"
     assert plots.render_plots(nothing) == {}
 
@@ -360,6 +426,9 @@ def test_without_a_record(tmp_path):
         ("grid.d64_4096.v02.error / grid.d64_causal_4096.sdpa_flash.error : .1f", "12.5"),
         ("grid.d64_4096.sdpa_math.error", "missing"),
         ("grid.gqa_16384.v02.error", "not measured"),
+        ("grid_backward.d64_4096.b02 / grid_backward.d64_4096.sdpa_flash : .0%", "125%"),
+        ("grid_backward.d64_4096.b02.error", "0.002"),
+        ("grid_backward.d96_4096.b02", "not measured"),
     ],
 )
 def test_expression(record_set, expression, text):
@@ -376,6 +445,10 @@ def test_expression(record_set, expression, text):
         "grid.d64_4096.v99.error",
         "grid.d64_4096.v01.time_ms",
         "grid.d64_4096.v01.error.o",
+        "grid.d64_4096.b01",
+        "grid_backward.d64_4096.v01",
+        "grid_backward.vit_197.b01",
+        "grid_forward.d64_4096.v01",
     ],
 )
 def test_expression_that_means_nothing(record_set, expression):
@@ -398,7 +471,7 @@ def whole_grid(record_set):
             "causal": case.causal,
             "tflops": {"v01": 30.0, "v02": 690.0, "v03": 700.0, "sdpa_flash": 350.0},
         }
-        for case in grid.CELLS
+        for case in CELLS
     ]
     return record_set(sources=fake["sources"], cells=cells)
 
@@ -409,9 +482,9 @@ def test_plot(whole_grid):
     assert not clashes(svg)
     found = [text.text for text in texts(svg)]
     shapes = [text for text in found if text.count("×") == 2 and text[0].isdigit()]
-    assert len(shapes) == len({(case.shape.seq_q, case.shape) for case in grid.CELLS})
+    assert len(shapes) == len({(case.shape.seq_q, case.shape) for case in CELLS})
     assert "4 × 64/8 × 16384" in shapes
-    assert found.count("2.00 ×") == len(grid.CELLS)
+    assert found.count("2.00 ×") == len(CELLS)
     assert {"v01", "v02", "v03", "sdpa_flash", "measured ceiling: product of 8192^3"} <= {*found}
     rows: dict[float, list[float]] = {}
     for x, y, _ in dots(svg):
@@ -425,14 +498,26 @@ def test_plot(whole_grid):
             assert fast - slow == pytest.approx(66 * (fastest - fast), rel=0.05)  # 30, 690, 700
 
 
+def test_plot_of_backward(record_set):
+    plotted = plots.render_plots(record_set())
+    svg = plotted["grid_backward.svg"]
+    assert not clashes(svg)
+    found = [text.text for text in texts(svg)]
+    assert found[0].startswith("NVIDIA H200, backward, bf16: ")
+    assert {"b01", "b02", "sdpa_flash", "b02 / fastest"} <= {*found}
+    assert texts(plotted["grid.svg"])[0].text.startswith("NVIDIA H200, bf16: ")
+
+
 def test_plot_follows_from_its_record(whole_grid):
+    whole = whole_grid.cells["grid"]
+
     def plot(**changes) -> str:
-        changed = replace(whole_grid, grid=replace(whole_grid.grid, **changes))
+        changed = replace(whole_grid, cells={"grid": replace(whole, **changes)})
         return plots.render_plots(changed)["grid.svg"]
 
     svg = plot()
     assert plot() == svg
-    record = whole_grid.grid.record
+    record = whole.record
     assert plot(record=record | {"ceiling": record["ceiling"] | {"tflops": 801.0}}) != svg
     assert "v02 (stale)" in plot(stale=frozenset({"v02"}))
 
@@ -448,11 +533,22 @@ def test_plot_leaves_out_what_is_missing(record_set):
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_tiny_cell_on_a_gpu(kv_heads):
     case = replace(TINY, shape=replace(TINY.shape, kv_heads=kv_heads))
-    cell = grid.measure_shape(GpuBackend(), cells.steps_from(grid.FIRST_STEP), case)
+    cell = grid.measure_shape(GpuBackend(), cells.steps_from(grid.FIRST_STEP[FORWARD]), case)
     assert find_error(cell, CELL) is None
     assert isinstance(cell["tflops"]["v07"], float)
     assert isinstance(cell["tflops"]["sdpa_flash"], float)
     assert "sdpa_math" not in cell["tflops"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_tiny_cell_of_backward_on_a_gpu(kv_heads):
+    case = replace(TINY, operation=BACKWARD, shape=replace(TINY.shape, kv_heads=kv_heads))
+    steps = cells.steps_from("b01")
+    cell = grid.measure_shape(GpuBackend(), steps, case)
+    assert find_error(cell, cell_form(BACKWARD)) is None
+    assert isinstance(cell["tflops"]["b01"], float)
+    assert isinstance(cell["tflops"]["sdpa_flash"], float)
 
 
 @pytest.mark.gpu

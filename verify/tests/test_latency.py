@@ -12,6 +12,7 @@ from common import UsageError
 from common.bench import latency, trial
 from common.bench.peers import Peer
 from common.catalog import all_steps
+from common.operation import FORWARD
 from common.operator import highest_step
 from common.record_schema import LATENCY_RECORD, find_error
 from common.records import read_record, write_record
@@ -23,7 +24,7 @@ from verify.cases import BF16, Case, Shape
 from verify.reference import attention_reference
 from verify.tests.fake_records import fake_latency
 
-NEWEST = all_steps()[-1]
+NEWEST = [step for step in all_steps() if step.operation == FORWARD][-1]
 TINY = Case("tiny", Shape(1, 2, 2, 33, 33, 64), BF16, causal=True)
 
 
@@ -43,9 +44,9 @@ def record_set(tmp_path):
 def without_a_gpu(monkeypatch):
     """One of two peers is there, with a given error; calls are made but not timed."""
 
-    def load(error, q, k, v, *, causal, without):
-        assert without == ("sdpa_math",)
-        o, _ = attention_reference(q, k, v, causal=causal, softmax_scale=TINY.scale)
+    def load(error, operation, inputs, *, causal, without):
+        assert (operation, without) == (FORWARD, ("sdpa_math",))
+        o, _ = attention_reference(*inputs, causal=causal, softmax_scale=TINY.scale)
         peer = Peer(lambda: o + error, "torch")
         return {"sdpa_flash": peer, "flash_attention_3": "not installed"}
 
@@ -153,7 +154,7 @@ def test_record(monkeypatch, tmp_path):
 @pytest.mark.gpu
 def test_tiny_cell_on_a_gpu():
     backend = GpuBackend()
-    step = highest_step(backend, *TINY.make(backend.device), TINY.causal)
+    step = highest_step(backend, FORWARD, TINY.make(backend.device), TINY.causal)
     cell = latency.measure_cell(backend, step, TINY)
     assert find_error(fake_latency(step) | {"cells": [cell]}, LATENCY_RECORD) is None
     assert step.name in cell["device_us"]

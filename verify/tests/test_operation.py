@@ -48,6 +48,10 @@ def test_letters() -> None:
     assert {operation.letter for operation in OPERATIONS.values()} == OPERATIONS.keys()
 
 
+def test_ladders_have_records_and_plots_of_their_own() -> None:
+    assert [each.named("grid") for each in OPERATIONS.values()] == ["grid", "grid_backward"]
+
+
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
 def test_oracle_and_yardstick_give_the_outputs(operation: Operation) -> None:
     sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "seq_q": 3, "seq_k": 5, "head_dim": 8}

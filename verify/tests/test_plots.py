@@ -8,14 +8,17 @@ import pytest
 
 from common.catalog import all_steps
 from common.metrics import COUNTERS
+from common.operation import BACKWARD, FORWARD
 from common.records import write_record
 from common.report.diagrams.svg import ACCENT
 from common.report.plots import LIMITS, render_plots
 from common.report.record_set import load_record_set
+from common.step import Step
 from verify.tests.drawings import boxes, clashes, dots, texts
 from verify.tests.fake_records import fake_record
 
-STEPS = all_steps()
+STEPS = [step for step in all_steps() if step.operation == FORWARD]
+BACKWARD_STEPS = [step for step in all_steps() if step.operation == BACKWARD]
 RATES = [2.1, 21, 27, 37, 130, 210, 360, 640, 700, 760]  # fast steps are close to one another
 
 
@@ -27,10 +30,10 @@ def counters(**shares: float) -> dict:
 
 @pytest.fixture
 def plot(tmp_path):
-    """Draws a project with the records of the first steps, changed as told."""
+    """Draws a project with the records of a ladder's first steps, changed as told."""
 
-    def draw(*changes: dict) -> dict[str, str]:
-        for step, changed in zip(STEPS, changes, strict=False):
+    def draw(*changes: dict, steps: list[Step] = STEPS) -> dict[str, str]:
+        for step, changed in zip(steps, changes, strict=False):
             write_record(tmp_path / f"{step.name}.json", fake_record(step) | changed)
         return render_plots(load_record_set(tmp_path, tmp_path))
 
@@ -81,6 +84,27 @@ def test_the_closest_limit_of_the_longest_kernel_is_marked(plot):
     assert {"attention_scores", "90", "40", "75", "50", "not collected"} <= {*everything}
     assert "attention_forward" not in everything  # it has one kernel
     assert "99" not in everything
+
+
+def test_every_ladder_has_plots_of_its_own(plot):
+    kernels = {
+        "attention_dq": counters(fma_percent=40.0),
+        "attention_dk_dv": counters(duration_ms=3.0, l1_data_percent=90.0),
+    }
+    forward = plot({}, {})
+    both = plot({"counters": kernels, "tflops": 3.0}, {"tflops": 30.0}, steps=BACKWARD_STEPS)
+    assert {name: both[name] for name in forward} == forward
+    added = both.keys() - forward.keys()
+    assert added == {f"{n}_backward{d}.svg" for n in ("steps", "limits") for d in ("", "_dark")}
+    for name in ("steps_backward.svg", "limits_backward.svg"):
+        assert not clashes(both[name])
+    steps, limits = (
+        [text.text for text in texts(both[f"{name}_backward.svg"])] for name in ("steps", "limits")
+    )
+    assert steps[0].startswith("NVIDIA H200, backward: batch 4, heads 16, N = 4096")
+    assert {"b01", "scalar", "b02", "30", "sdpa_flash  687"} <= {*steps}
+    assert not any(text.startswith("v0") for text in steps)
+    assert {"b01", "attention_dk_dv", "90", "b02", "not collected"} <= {*limits}
 
 
 def test_no_limits_without_counters(plot):

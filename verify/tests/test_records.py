@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.bench.timing import summarize
-from common.catalog import all_steps
+from common.catalog import all_steps, find_step
 from common.errors import UsageError
 from common.paths import ROOT
 from common.record_schema import EXPERIMENT_RECORD, GRID_RECORD, RECORD, STATIC_RECORD
@@ -27,6 +27,7 @@ from common.step import read_step
 from verify.tests.fake_records import fake_grid, fake_record, fake_static_record
 
 STEP = all_steps()[0]
+BACKWARD_STEP = find_step("b01")
 
 
 @pytest.mark.parametrize(
@@ -76,10 +77,12 @@ def test_record_survives_writing(tmp_path):
 
 
 def test_records_of_any_ladder_and_its_variants_are_found_by_their_names(tmp_path):
-    names = ["b01", "v01", "v01_variant"]
-    for name in (*names, "grid", "latency", "V01", "v1", "1v01"):
-        write_record(tmp_path / f"{name}.json", fake_record(STEP) | {"step": name})
-    assert list(read_records(tmp_path, RECORD)) == names
+    steps = {"b01": BACKWARD_STEP, "v01": STEP, "v01_variant": STEP}
+    for name, step in steps.items():
+        write_record(tmp_path / f"{name}.json", fake_record(step) | {"step": name})
+    for name in ("grid", "grid_backward", "latency", "V01", "v1", "1v01"):
+        write_record(tmp_path / f"{name}.json", {})
+    assert list(read_records(tmp_path, RECORD)) == list(steps)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,23 @@ def test_malformed_record_is_named_with_what_is_wrong(tmp_path, path, value, tol
     node[last] = value
     write_record(tmp_path / "v01.json", record)
     assert_malformed(tmp_path / "v01.json", RECORD, told)
+
+
+@pytest.mark.parametrize("output", ["dq", "dk", "dv"])
+def test_record_of_backward_has_the_errors_of_all_gradients(tmp_path, output):
+    record = fake_record(BACKWARD_STEP)
+    del record["errors"][output]
+    write_record(tmp_path / "b01.json", record)
+    assert_malformed(tmp_path / "b01.json", RECORD, f"errors has no {output}")
+
+
+def test_grid_has_the_errors_of_its_steps_operation(tmp_path):
+    record = fake_grid(BACKWARD_STEP)
+    path = tmp_path / "grid_backward.json"
+    write_record(path, record)
+    assert read_record(path, GRID_RECORD) == record
+    write_record(path, record | {"cells": fake_grid(STEP)["cells"]})
+    assert_malformed(path, GRID_RECORD, "cells cannot be")
 
 
 def test_experiment_has_a_baseline(tmp_path):

@@ -12,7 +12,7 @@ from common.bench import static_analysis as static
 from common.bench.static_analysis import static_path, static_record
 from common.catalog import find_step
 from common.errors import UsageError
-from common.record_schema import RECORD, STATIC_RECORD
+from common.record_schema import RECORD, STATIC_RECORD, find_error
 from common.records import read_record, read_records, write_record
 from common.runtime.build import Build
 from common.runtime.cpu import SimtError
@@ -51,6 +51,15 @@ def test_without_nvcc_bank_conflicts_are_left(capsys):
     )
     write_record(static_path(V04), record)
     assert read_records(static_path(V04).parent, STATIC_RECORD) == {"v04": record}
+
+
+@pytest.mark.usefixtures("without_nvcc")
+def test_step_of_the_backward_ladder():
+    """It is executed with the inputs of its operation."""
+    b02 = find_step("b02")
+    record = static_record(b02)
+    assert find_error(record, STATIC_RECORD) is None
+    assert {place["operation"] for place in record["banks"]} >= {"load_float4"}
 
 
 @pytest.mark.usefixtures("without_nvcc")

@@ -6,9 +6,22 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from common.bench.peers import Peer, _sdpa, load
+from common.bench import peers, trial
+from common.bench.peers import (
+    Peer,
+    _flash_attention_3_backward,
+    _registered_ops,
+    _sdpa,
+    _sdpa_backward,
+    load,
+)
 from common.bench.timing import time_interleaved
-from verify.reference import attention_reference
+from common.operation import BACKWARD, FORWARD
+from verify.cases import Case, Shape
+from verify.inputs import Inputs
+from verify.reference import attention_reference, gradients_reference
+
+PEERS = ["sdpa_math", "sdpa_flash", "sdpa_cudnn", "flash_attention_3"]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -20,8 +33,70 @@ def test_a_causal_mask_ends_with_the_last_key(causal, seq_q, kv_heads):
         for heads, seq in ((4, seq_q), (kv_heads, 64), (kv_heads, 64))
     )
     expected, _ = attention_reference(q, k, v, causal=causal, softmax_scale=32**-0.5)
-    peer = _sdpa(SDPBackend.MATH, "math", q, k, v, causal)
-    assert (peer.forward() - expected).abs().max() < 1e-5
+    peer = _sdpa(SDPBackend.MATH, "math", q, k, v, causal=causal)
+    assert (peer.call() - expected).abs().max() < 1e-5
+
+
+def make_backward(
+    seq_q: int, kv_heads: int, device: str, dtype: torch.dtype, causal: bool
+) -> tuple[Case, Inputs]:
+    """A case of 64 keys in 4 query heads, and its inputs."""
+    shape = Shape(2, 4, kv_heads, seq_q, 64, 64)
+    case = Case("backward", shape, dtype, causal, operation=BACKWARD)
+    return case, case.make(device)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("seq_q", [64, 24])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_are_those_of_the_operation(causal, seq_q, kv_heads):
+    case, inputs = make_backward(seq_q, kv_heads, "cpu", torch.float32, causal)
+    peer = _sdpa_backward(SDPBackend.MATH, "math", *inputs, causal=causal)
+    for _ in range(2):  # what forward saved is kept
+        for got, expected in zip(
+            peer.call(), gradients_reference(*inputs, **case.arguments), strict=True
+        ):
+            assert (got - expected).abs().max() < 1e-4
+
+
+def test_what_forward_has_saved_is_held(monkeypatch):
+    """Beyond o and lse, which every peer is given."""
+    _, inputs = make_backward(64, 4, "cpu", torch.float32, False)
+    o, lse = inputs[3:5]
+    allocated = iter([1000, 1000 + o.nbytes + lse.nbytes + 4096])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+    peer = _sdpa_backward(SDPBackend.MATH, "math", *inputs, causal=False)
+    assert peer.held_bytes == 4096
+    monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 100))
+    oracle = gradients_reference(*inputs, causal=False, softmax_scale=64**-0.5)
+    tried = trial.try_peers({"math": peer, "gone": "not installed"}, BACKWARD, oracle)
+    assert list(tried) == ["math"]
+    assert tried["math"].peak_memory_bytes == 4196
+    assert list(tried["math"].errors) == ["dq", "dk", "dv"]
+
+
+class RegisteredOps:
+    """A stand-in for FlashAttention-3's operators, whose tensors are [batch, seq, heads, dim]."""
+
+    def bwd(self, *inputs, dq, dk, dv, is_causal):
+        q, k, v, o, dout = (x.transpose(1, 2) for x in (*inputs[1:5], inputs[0]))
+        gradients = gradients_reference(
+            q, k, v, o, inputs[5], dout, causal=is_causal, softmax_scale=q.shape[-1] ** -0.5
+        )
+        for output, gradient in zip((dq, dk, dv), gradients, strict=True):
+            output.copy_(gradient.transpose(1, 2))
+
+
+def test_gradients_of_flash_attention_3_lie_as_the_operation_has_them(monkeypatch):
+    monkeypatch.setattr(torch.ops, "flash_attn_3", RegisteredOps(), raising=False)
+    monkeypatch.setattr(peers, "_find_flash_attention_3", lambda: _registered_ops("fake"))
+    case, inputs = make_backward(24, 2, "cpu", torch.float32, True)
+    peer = _flash_attention_3_backward(*inputs, causal=True)
+    assert (peer.route, peer.held_bytes) == ("fake", 0)
+    for got, expected in zip(
+        peer.call(), gradients_reference(*inputs, **case.arguments), strict=True
+    ):
+        assert (got - expected).abs().max() < 1e-5
 
 
 @pytest.mark.gpu
@@ -43,10 +118,28 @@ def test_peers_compute_attention(causal, seq_q, kv_heads):
         for heads, seq in ((4, seq_q), (kv_heads, 256), (kv_heads, 256))
     )
     expected, _ = attention_reference(q, k, v, causal=causal, softmax_scale=128**-0.5)
-    peers = load(q, k, v, causal=causal)
-    assert list(peers) == ["sdpa_math", "sdpa_flash", "sdpa_cudnn", "flash_attention_3"]
-    for peer in peers.values():
+    loaded = load(FORWARD, (q, k, v), causal=causal)
+    assert list(loaded) == PEERS
+    for peer in loaded.values():
         if isinstance(peer, Peer):
-            assert (peer.forward() - expected).abs().max() < 0.02
+            assert (peer.call() - expected).abs().max() < 0.02
         else:
             assert peer  # says why it is missing
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("seq_q", [64, 24])
+@pytest.mark.parametrize("causal", [False, True])
+def test_peers_compute_gradients(causal, seq_q, kv_heads):
+    case, inputs = make_backward(seq_q, kv_heads, "cuda", torch.bfloat16, causal)
+    loaded = load(BACKWARD, inputs, causal=causal)
+    assert list(loaded) == PEERS
+    oracle = gradients_reference(*inputs, **case.arguments)
+    tried = trial.try_peers(loaded, BACKWARD, oracle)
+    assert "sdpa_math" in tried
+    for found in tried.values():
+        assert list(found.errors) == ["dq", "dk", "dv"]
+        assert max(found.errors.values()) < 0.1
+    # The weights, at least.
+    assert loaded["sdpa_math"].held_bytes >= 2 * 4 * seq_q * 64 * 2

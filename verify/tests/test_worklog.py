@@ -14,6 +14,7 @@ from common.bench import headline
 from common.catalog import all_steps, find_step
 from common.errors import UsageError
 from common.metrics import METRICS
+from common.operation import BACKWARD, FORWARD
 from common.paths import ROOT
 from common.records import gpu_folder, write_record
 from common.report import markdown, rows
@@ -32,6 +33,7 @@ from verify.tests.fake_records import (
 )
 
 V01, V02, V03, V04 = all_steps()[:4]
+B01, B02 = (find_step(name) for name in ("b01", "b02"))
 README = """# Title
 <!-- table: results --><!-- end -->
 <!-- table: grid --><!-- end -->
@@ -114,25 +116,28 @@ def test_rows_are_plain_values(root):
     write_record(root / "profiles/h200/distributions.json", fake_distributions(V01, V02))
     write_record(root / "profiles/h200/latency.json", fake_latency(V02))
     record_set = record_set_of(root)
-    steps = {row["name"]: row for row in rows.steps(record_set)}
+    ladder = record_set.of(FORWARD)
+    steps = {row["name"]: row for row in rows.steps(ladder)}
     assert steps["v01"]["gain"] is None
     assert (steps["v02"]["gain"], steps["v02"]["time_ms"]) == (2.0, 20.0)
     assert (steps["v02"]["registers"], steps["v02"]["smem_bytes"]) == ([111], [3072])
     assert steps["v03"].keys() == {"name", "path", "stale", "title", "status"}
-    peers = {row["name"]: row for row in rows.peers(record_set)}
+    peers = {row["name"]: row for row in rows.peers(ladder)}
     assert peers["sdpa_math"] == {"name": "sdpa_math", "missing": "out of memory"}
     assert peers["sdpa_cudnn"]["fa3_share"] == pytest.approx(0.8)
-    assert rows.memory(record_set)[1] == {
+    assert rows.memory(ladder)[1] == {
         "seq": 1024,
         "bytes": {"v01": 4 * 10**9, "v02": 2 * 10**7},
         "saving": 200.0,
     }
-    assert rows.grid(record_set)[0]["tflops"]["sdpa_math"] is None
+    assert rows.grid(ladder)[0]["tflops"]["sdpa_math"] is None
     assert rows.latency(record_set)[0]["device_us"]["v02"] == 5.0
     assert rows.distributions(record_set)[0]["by_head_dim"]["64"]["ratio"] == 200 / 640
-    of_a_set = (rows.sass, rows.banks, rows.grid, rows.distributions, rows.latency)
+    of_a_ladder = (rows.sass, rows.banks, rows.grid)
+    of_a_set = (rows.distributions, rows.latency)
     of_a_step = (rows.resources, rows.counters)
     for found in (
+        *(read(ladder) for read in of_a_ladder),
         *(read(record_set) for read in of_a_set),
         *(read(record_set, "v02") for read in of_a_step),
     ):
@@ -228,6 +233,119 @@ def test_tables_of_another_gpu_stand_where_they_are_asked_for(root):
     assert "On the NVIDIA H100" in (root / "worklog.md").read_text()
 
 
+LADDER_TABLES = ("results", "memory", "peers", "grid", "sass", "banks")
+
+
+@pytest.fixture
+def backward_root(root):
+    """The project with records of b01 and b02, too, of another run, and a table of each kind."""
+    write_record(root / "profiles/h200/b01.json", fake_record(B01, time_ms=40.0, run="2000-01-02"))
+    second = fake_record(B02, baseline=B01, time_ms=20.0, run="2000-01-02")
+    write_record(root / "profiles/h200/b02.json", second)
+    write_record(root / "profiles/h200/grid_backward.json", fake_grid(B01, B02))
+    for step in (V02, B02):
+        write_record(root / f"profiles/static/{step.name}.json", fake_static_record(step))
+    tables = "".join(f"<!-- table: {kind} b --><!-- end -->\n" for kind in LADDER_TABLES)
+    (root / "README.md").write_text(f"{README}{tables}{tables.replace(' b ', ' v ')}")
+    return root
+
+
+def table_of(root, name: str) -> str:
+    text = (root / "README.md").read_text()
+    return text.split(f"<!-- table: {name} -->")[1].split("<!-- end -->")[0].strip()
+
+
+def test_tables_of_the_backward_ladder(backward_root):
+    plots = [f"profiles/h200/{n}_backward{d}.svg" for n in ("steps", "grid") for d in ("", "_dark")]
+    assert set(plots) < set(regenerate(backward_root))
+    assert regenerate(backward_root, check=True) == []
+    results = table_of(backward_root, "results b")
+    flops = 10 * 4 * 16 * 4096**2 * 128
+    rate = f"{flops / 20e9:.4g}"
+    assert table_row(results, "b02")[2:6] == ["20", rate, "4.0%", "2.00 ×"]
+    assert table_row(results, "flash_attention_3")[3] == f"{flops / 0.8e9:.4g}"
+    assert "| [v0" not in results
+    for told in (
+        "; q, k, v and dout normally distributed with variance 1",
+        "FLOPs are 2.5 times forward's. ",
+        "beyond q, k, v, o, lse and dout; of a peer that differentiates its own forward, also",
+        "Max error: of dq, against float64; torch in bf16 has 4.0e-03.",
+    ):
+        assert told in results
+    assert "not all measured in one run" not in results
+    memory = table_of(backward_root, "memory b")
+    assert memory.splitlines()[::2] == [
+        "| N | b02 |",
+        "| 512 | 10.0 MB |",
+        "",
+    ]
+    assert "beyond q, k, v, o, lse and dout, batch 4" in memory
+    assert "Max error: of dq, against float64." in table_of(backward_root, "peers b")
+    assert "b02 / fastest peer |" in table_of(backward_root, "grid b")
+    assert table_row(table_of(backward_root, "sass b"), "b02")[0] == "b02 `attention_backward`"
+    assert table_row(table_of(backward_root, "banks b"), "b02")[1] == "`ldmatrix_x4(a)`"
+
+
+def test_a_ladder_without_its_letter_is_forward(backward_root):
+    regenerate(backward_root)
+    readme = (backward_root / "README.md").read_text()
+    forward = table_of(backward_root, "results")
+    assert table_of(backward_root, "results v") == forward
+    assert "b01" not in forward
+    assert "FLOPs" not in forward
+    assert "beyond q, k and v. Max error: against float64;" in forward
+    assert "b02" not in table_of(backward_root, "sass v") + table_of(backward_root, "banks v")
+    text = (backward_root / "worklog.md").read_text()
+    for kind in ("memory", "peers"):
+        of_letter = table_of(backward_root, f"{kind} v")
+        assert f"<!-- table: {kind} -->\n\n{of_letter}\n\n<!-- end -->" in text
+    assert readme.count("not measured\n\n<!-- end -->") == 2  # the forward grid, twice
+
+
+def test_a_ladder_on_another_gpu(backward_root):
+    folder, device = backward_root / "profiles/h100", {"device": "NVIDIA H100 80GB HBM3"}
+    write_record(folder / "b01.json", fake_record(B01) | device)
+    regenerate(backward_root)
+    results = table_of(backward_root, "results b")
+    assert "On the NVIDIA H100 80GB HBM3:" in results
+    assert "H100" not in table_of(backward_root, "results")
+    path = backward_root / "README.md"
+    path.write_text(path.read_text() + "<!-- table: results b h100 --><!-- end -->\n")
+    regenerate(backward_root)
+    assert "H100" not in table_of(backward_root, "results b")  # it has a table of its own
+    assert table_row(table_of(backward_root, "results b h100"), "b01")[2] == "20"
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("b02.tflops / b01.tflops : .1f", "2.0"),
+        ("b02.error : .0e", "1e-03"),
+        ("b02.dk_error : .0e", "1e-06"),
+        ("b02.torch_errors.dv : .2f", "0.05"),
+        ("b02.gain : .1f", "2.0"),
+        ("peers_backward.flash_attention_3.time_ms", "0.8"),
+        ("peers_backward.sdpa_math.tflops", "missing"),
+        (
+            "peers_backward.flash_attention_3.tflops / peers.flash_attention_3.tflops",
+            "not measured together",
+        ),
+        ("b02.tflops / peers_backward.flash_attention_3.tflops : .2f", "0.04"),
+        ("grid_backward.d64_4096.b02", "200.0"),
+        ("b02.sass.attention_backward.HMMA", "128"),
+    ],
+)
+def test_expression_of_the_backward_ladder(backward_root, expression, text):
+    assert evaluate(expression, record_set_of(backward_root)) == text
+
+
+def test_without_backward_records_its_numbers_are_not_measured(root):
+    assert (
+        evaluate("peers_backward.flash_attention_3.time_ms", record_set_of(root)) == "not measured"
+    )
+    assert record_set_of(root).of(BACKWARD).newest is None
+
+
 def test_without_records_nothing_is_made_up(root):
     for path in (root / "profiles/h200").iterdir():
         path.unlink()
@@ -286,6 +404,9 @@ RECORDS = [
     "h200/experiments/v02_nothing.json",
     "h200/grid.json",
     "h200/grid_previous.json",
+    "h200/b01.json",
+    "h200/grid_backward.json",
+    "h200/grid_backward_previous.json",
     "h200/distributions.json",
     "h200/distributions_previous.json",
     "h200/latency.json",
@@ -373,6 +494,15 @@ def test_check_finds_a_missing_plot(root):
         ("README.md", "table: grid", "table: ", "marker <!-- table:  -->"),
         ("README.md", "table: grid", "table: grid H100", "marker <!-- table: grid H100 -->"),
         ("worklog.md", "table: sass", "table: sass h100", "marker <!-- table: sass h100 -->"),
+        ("worklog.md", "table: sass", "table: sass x", "marker <!-- table: sass x -->"),
+        ("worklog.md", "table: latency", "table: latency b", "marker <!-- table: latency b -->"),
+        ("worklog.md", "table: memory", "table: memory b", "<!-- table: memory -->"),
+        (
+            "worklog.md",
+            "table: peers",
+            "table: peers h100 b",
+            "marker <!-- table: peers h100 b -->",
+        ),
         ("README.md", "v02.time_ms", "v02.time", "no 'time'"),
         ("README.md", "v02.time_ms", "v77.time_ms", "no 'v77'"),
     ],
@@ -463,7 +593,7 @@ def test_times_of_different_runs_are_not_compared(root):
     record_set = record_set_of(root)
     assert evaluate("v02.tflops / v01.tflops : .1f", record_set) == "not measured together"
     assert evaluate("v02.registers / v01.registers : .1f", record_set) == "1.0"
-    assert record_set.newest["step"] == "v02"
+    assert record_set.of(FORWARD).newest["step"] == "v02"
 
 
 def test_gain_over_a_changed_baseline_is_not_shown(root):
