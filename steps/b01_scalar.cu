@@ -53,7 +53,7 @@ __device__ void add_row(float (&x)[HEAD_DIM], float factor, const Element* row) 
 __device__ float probability(float s, float lse) { return lse == -INFINITY ? 0.0f : expf(s - lse); }
 
 // delta = rowsum(dO * O)  [batch, heads, seq_q]
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_delta(const __grid_constant__ BackwardParams p) {
     const int q_blocks = (p.seq_q + NUM_THREADS - 1) / NUM_THREADS;
     const int i = blockIdx.x % q_blocks * NUM_THREADS + threadIdx.x;
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 }
 
 // dS = P * (dP - delta), dQ = scale dS K  [batch, heads, seq_q, HEAD_DIM]
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_dq(const __grid_constant__ BackwardParams p) {
     const int q_blocks = (p.seq_q + NUM_THREADS - 1) / NUM_THREADS;
     const int i = blockIdx.x % q_blocks * NUM_THREADS + threadIdx.x;
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 
 // dK = scale dS^T Q, dV = P^T dO, summed over the query heads of a group
 // [batch, kv_heads, seq_k, HEAD_DIM]
-extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_dk_dv(const __grid_constant__ BackwardParams p) {
     const int k_blocks = (p.seq_k + NUM_THREADS - 1) / NUM_THREADS;
     const int j = blockIdx.x % k_blocks * NUM_THREADS + threadIdx.x;

@@ -17,21 +17,23 @@ constexpr int NUM_WARPS = HEAD_DIM <= 128 ? 8 : 4;
 constexpr int NUM_THREADS = 32 * NUM_WARPS;
 constexpr int NUM_STAGES = 2;  // tiles in shared memory: stage is in use, stage ^ 1 in flight
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole fragments; zeros from HEAD_DIM on
+constexpr int FRAGS = 2;                        // of 16 rows each, in all of a warp's products
 
-// A block has rows of keys, 16 a warp, and takes the queries tile by tile. dK and dV of more than
-// 128 columns do not fit into registers: the block then computes them one after another, COLUMNS at
-// a time, and S and dP again; and the same columns of dQ.
+// A block has rows of keys and takes the queries tile by tile. Of S and dP two warps share 32 keys,
+// and each has half of the queries; of dK and dV each has half of the columns instead: in every 32
+// of them, 16. Of dQ four warps share 32 queries, and each has 16 of every 64 columns.
 constexpr int BLOCK_N = 16 * NUM_WARPS;             // keys
 constexpr int BLOCK_M = HEAD_DIM <= 128 ? 64 : 32;  // queries of a tile
+constexpr int WARP_QUERIES = BLOCK_M / 2;
+
+// dK and dV of more than 128 columns do not fit into registers: the block then computes them one
+// after another, COLUMNS at a time, and S and dP again; and the same columns of dQ.
 constexpr int COLUMNS = DIM <= 128 ? DIM : 128;
 constexpr int PASSES = (DIM + COLUMNS - 1) / COLUMNS;
+constexpr int DKV_SPACING = 32, DQ_SPACING = 64;
+using DkvFragments = float[FRAGS][(COLUMNS + DKV_SPACING - 1) / DKV_SPACING][2][4];
+using DqFragments = float[FRAGS][(COLUMNS + DQ_SPACING - 1) / DQ_SPACING][2][4];
 
-// Of a tile of dQ, a warp computes 32 queries and, in every 64 columns, 16.
-constexpr int DQ_FRAGS = 2;
-constexpr int WARPS_D = 4;
-constexpr int CHUNKS = (COLUMNS + 63) / 64;
-static_assert(BLOCK_M * WARPS_D == 16 * DQ_FRAGS * NUM_WARPS);
-using DqFragments = float[DQ_FRAGS][CHUNKS][2][4];
 constexpr int DQ_FLOATS = PASSES * NUM_THREADS * sizeof(DqFragments) / sizeof(float);  // of a tile
 constexpr int PITCH = DQ_FLOATS / BLOCK_M;  // of a row, in whole 128 bytes: every bank once
 
@@ -44,7 +46,8 @@ struct SharedMemory {
     Element v[BLOCK_N][PITCH];
     Element q[NUM_STAGES][BLOCK_M][PITCH];
     Element dout[NUM_STAGES][BLOCK_M][PITCH];
-    Element ds[BLOCK_N][64];  // the transpose of dS, with BLOCK_M columns
+    Element p[BLOCK_N][64];   // the transpose of P, in BLOCK_M columns
+    Element ds[BLOCK_N][64];  // the transpose of dS
     float2 rows[NUM_STAGES][BLOCK_M];
     Reduction reduction;
 };
@@ -140,99 +143,45 @@ __device__ void multiply(float (&acc)[M_FRAGS][N / 8][4], const Element (*a)[PIT
     }
 }
 
-// acc += X B of X [16 M_FRAGS, K] and the columns of B [K, DIM] from `column` on: what is there of
-// the N that acc has. X is an accumulator of multiply(): a lane's elements of two accumulators
-// [16, 8] side by side are its elements of an operand [16, 16].
-template <int M_FRAGS, int K, int N>
-__device__ void add_product(float (&acc)[M_FRAGS][N / 8][4], const float (&x)[M_FRAGS][K / 8][4],
+// x[row + r][col + c] = acc, rounded, of a warp's part of the transpose of P or dS
+__device__ void store_operand(Element (&x)[BLOCK_N][64], int row, int col,
+                              const float (&acc)[FRAGS][WARP_QUERIES / 8][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < FRAGS; ++m)
+#pragma unroll
+        for (int n = 0; n < WARP_QUERIES / 8; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int x_row = row + 16 * m + 8 * r + lane / 4;
+                const float* pair = &acc[m][n][2 * r];
+                *reinterpret_cast<uint32_t*>(
+                    &x[x_row][swizzle(x_row, col + 8 * n) + 2 * (lane % 4)]) =
+                    cvt_rn_x2<Element>(pair[0], pair[1]);
+            }
+}
+
+// acc += A B of A [32, K], whose fragments load_a(a_frag, row, k) gives, and the columns of B
+// [K, DIM] that a warp has from `column` on: 16 of every SPACING. A lane's acc[m][c][h][2 r + i] is
+// the element in row 16 m + 8 r + lane / 4 and column SPACING c + 8 h + 2 (lane % 4) + i.
+template <int K, int SPACING, int CHUNKS, typename LoadA>
+__device__ void add_product(float (&acc)[FRAGS][CHUNKS][2][4], LoadA load_a,
                             const Element (*b)[PITCH], int column) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < K; k += 16) {
-        uint32_t a_frag[M_FRAGS][4];
+        uint32_t a_frag[FRAGS][4];  // [16, 16] each
 #pragma unroll
-        for (int m = 0; m < M_FRAGS; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* pair = &x[m][k / 8 + i / 2][i % 2 * 2];
-                a_frag[m][i] = cvt_rn_x2<Element>(pair[0], pair[1]);
-            }
-#pragma unroll
-        for (int d = 0; d < N; d += 16) {
-            if (column + d >= DIM) break;
-            uint32_t b_frag[4];  // B [16, 8], of the columns d ... d + 7 and of the next 8
-            const int row = k + lane % 16;
-            ldmatrix_x4_trans(b_frag, &b[row][swizzle(row, lane / 16 * 8) ^ (column + d)]);
-#pragma unroll
-            for (int m = 0; m < M_FRAGS; ++m) {
-                mma_m16n8k16<Element>(acc[m][d / 8], a_frag[m], b_frag[0], b_frag[1]);
-                mma_m16n8k16<Element>(acc[m][d / 8 + 1], a_frag[m], b_frag[2], b_frag[3]);
-            }
-        }
-    }
-}
-
-// rows[r][column + n] = factor acc[r][n], rounded, for the rows and columns that there are
-template <int M_FRAGS, int N>
-__device__ void store(Element* rows, int64_t stride, int num_rows,
-                      const float (&acc)[M_FRAGS][N / 8][4], int column, float factor) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < M_FRAGS; ++m)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = 16 * m + 8 * r + lane / 4;
-            if (row >= num_rows) continue;
-            Element* to = rows + row * stride + column + 2 * (lane % 4);
-#pragma unroll
-            for (int n = 0; n < N; n += 8) {
-                if (column + n >= HEAD_DIM) break;
-                const float* x = &acc[m][n / 8][2 * r];
-                *reinterpret_cast<uint32_t*>(to + n) =
-                    cvt_rn_x2<Element>(factor * x[0], factor * x[1]);
-            }
-        }
-}
-
-// Where a warp's part of dQ begins: 32 queries, and 16 of every 64 columns.
-__device__ int dq_row() { return threadIdx.x / 32 / WARPS_D * 16 * DQ_FRAGS; }
-__device__ int dq_column() { return threadIdx.x / 32 % WARPS_D * 16; }
-
-// ds = x, the warp's 16 rows of the transpose of dS  [16, BLOCK_M]
-__device__ void store_ds(Element (&ds)[BLOCK_N][64], const float (&x)[BLOCK_M / 8][4]) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = threadIdx.x / 32 * 16 + 8 * r + lane / 4;
-            Element* to = &ds[row][swizzle(row, 8 * n) + 2 * (lane % 4)];
-            *reinterpret_cast<uint32_t*>(to) = cvt_rn_x2<Element>(x[n][2 * r], x[n][2 * r + 1]);
-        }
-}
-
-// acc += dS K: the warp's part of a tile, in the columns of K from `column` on  [BLOCK_M, COLUMNS]
-__device__ void multiply_ds(DqFragments& acc, const Element (&ds)[BLOCK_N][64],
-                            const Element (&keys)[BLOCK_N][PITCH], int column) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int k = 0; k < BLOCK_N; k += 16) {
-        uint32_t a_frag[DQ_FRAGS][4];  // dS [16, 16], from its transpose
-#pragma unroll
-        for (int m = 0; m < DQ_FRAGS; ++m) {
-            const int row = k + lane / 16 * 8 + lane % 8;
-            const int col = dq_row() + 16 * m + lane / 8 % 2 * 8;
-            ldmatrix_x4_trans(a_frag[m], &ds[row][swizzle(row, col)]);
-        }
+        for (int m = 0; m < FRAGS; ++m) load_a(a_frag[m], 16 * m, k);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const int d = column + 64 * c + dq_column();
+            const int d = column + SPACING * c;
             if (d >= DIM) break;
-            uint32_t b_frag[4];  // K [16, 8], of the columns d ... d + 7 and of the next 8
+            uint32_t b_frag[4];  // B [16, 8], of the columns d ... d + 7 and of the next 8
             const int row = k + lane % 16;
-            ldmatrix_x4_trans(b_frag, &keys[row][swizzle(row, lane / 16 * 8) ^ d]);
+            ldmatrix_x4_trans(b_frag, &b[row][swizzle(row, lane / 16 * 8) ^ d]);
 #pragma unroll
-            for (int m = 0; m < DQ_FRAGS; ++m) {
+            for (int m = 0; m < FRAGS; ++m) {
                 mma_m16n8k16<Element>(acc[m][c][0], a_frag[m], b_frag[0], b_frag[1]);
                 mma_m16n8k16<Element>(acc[m][c][1], a_frag[m], b_frag[2], b_frag[3]);
             }
@@ -240,20 +189,42 @@ __device__ void multiply_ds(DqFragments& acc, const Element (&ds)[BLOCK_N][64],
     }
 }
 
-// dq += factor acc. A tile of dQ lies in the order of the accumulators: a warp adds to 128 bytes at
-// once.
+// rows[r][d] = factor acc, rounded, for the rows and columns that there are
+__device__ void store(Element* rows, int64_t stride, int num_rows, const DkvFragments& acc,
+                      int column, float factor) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < FRAGS; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = 16 * m + 8 * r + lane / 4;
+            if (row >= num_rows) continue;
+#pragma unroll
+            for (int n = 0; n < (COLUMNS + DKV_SPACING - 1) / DKV_SPACING * 2; ++n) {
+                const int d = column + DKV_SPACING * (n / 2) + 8 * (n % 2) + 2 * (lane % 4);
+                if (d >= HEAD_DIM) break;
+                const float* x = &acc[m][n / 2][n % 2][2 * r];
+                *reinterpret_cast<uint32_t*>(rows + row * stride + d) =
+                    cvt_rn_x2<Element>(factor * x[0], factor * x[1]);
+            }
+        }
+}
+
+// Where a warp's part of dQ begins: its query in a tile, its column.
+__device__ int dq_row() { return threadIdx.x / 32 / (DQ_SPACING / 16) * 16 * FRAGS; }
+__device__ int dq_column() { return threadIdx.x / 32 % (DQ_SPACING / 16) * 16; }
+
+// dq += factor acc. A tile of dQ lies in the order of the accumulators, a float of all threads after
+// another: a warp adds to 128 bytes at once.
 __device__ void add_dq(float* dq, const DqFragments& acc, int column, float factor) {
     dq += threadIdx.x;
 #pragma unroll
-    for (int m = 0; m < DQ_FRAGS; ++m)
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                if (column + 64 * c + dq_column() < DIM)
-                    red_add(dq, factor * acc[m][c][i / 4][i % 4]);
-                dq += NUM_THREADS;
-            }
+    for (int n = 0; n < sizeof(DqFragments) / sizeof(float); ++n) {
+        const int m = n / (sizeof(acc[0]) / sizeof(float));
+        const int c = n % (sizeof(acc[0]) / sizeof(float)) / 8;
+        if (column + DQ_SPACING * c < DIM)
+            red_add(dq + n * NUM_THREADS, factor * acc[m][c][n / 4 % 2][n % 4]);
+    }
 }
 
 // The maximum of x over the block, known to all its threads.
@@ -339,7 +310,24 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const Element* v =
         p.v + batch * p.v_stride.batch + kv_head * p.v_stride.head + k_start * p.v_stride.row;
     const int lane = threadIdx.x % 32;
-    const int warp_row = threadIdx.x / 32 * 16;  // the warp's first key in the block
+    // What the warp computes: from which key of the block on, of S and dP from which query of a tile,
+    // of dK and dV from which column on.
+    const int warp_row = threadIdx.x / 64 * 16 * FRAGS;
+    const int warp_col = threadIdx.x / 32 % 2 * WARP_QUERIES;
+    const int warp_d = threadIdx.x / 32 % 2 * 16;
+    const auto load_p = [&](uint32_t (&a_frag)[4], int row, int k) {
+        row += warp_row + lane % 16;
+        ldmatrix_x4(a_frag, &smem.p[row][swizzle(row, k + lane / 16 * 8)]);
+    };
+    const auto load_ds = [&](uint32_t (&a_frag)[4], int row, int k) {
+        row += warp_row + lane % 16;
+        ldmatrix_x4(a_frag, &smem.ds[row][swizzle(row, k + lane / 16 * 8)]);
+    };
+    const auto load_ds_trans = [&](uint32_t (&a_frag)[4], int query, int k) {
+        const int row = k + lane / 16 * 8 + lane % 8;
+        query += dq_row() + lane / 8 % 2 * 8;
+        ldmatrix_x4_trans(a_frag, &smem.ds[row][swizzle(row, query)]);
+    };
     // Causal: key j is seen by the queries i >= j - offset.
     const int offset = p.seq_k - p.seq_q;
     const int first_tile = CAUSAL ? max(0, k_start - offset) / BLOCK_M : 0;
@@ -375,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         if (column > 0) __syncthreads();  // everyone has read the last tile
         load_q(first_head, first_tile * BLOCK_M, 0);
         cp_async_commit_group();
-        float dk_acc[1][COLUMNS / 8][4] = {}, dv_acc[1][COLUMNS / 8][4] = {};
+        DkvFragments dk_acc = {}, dv_acc = {};
 
         // ---- for each Q/dO tile of each head of the group
         int head = first_head, tile = first_tile;
@@ -391,63 +379,55 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             if (head < first_head + group) load_q(head, tile * BLOCK_M, stage ^ 1);
             cp_async_commit_group();
 
-            // ---- S^T = K Q^T  [BLOCK_N, BLOCK_M]
-            float s_acc[1][BLOCK_M / 8][4];
-            multiply<1, BLOCK_M>(s_acc, smem.k + warp_row, smem.q[stage]);
+            // ---- S^T = K Q^T, dP^T = V dO^T  [BLOCK_N, BLOCK_M]
+            float s_acc[FRAGS][WARP_QUERIES / 8][4], dp_acc[FRAGS][WARP_QUERIES / 8][4];
+            multiply<FRAGS, WARP_QUERIES>(s_acc, smem.k + warp_row, smem.q[stage] + warp_col);
+            multiply<FRAGS, WARP_QUERIES>(dp_acc, smem.v + warp_row, smem.dout[stage] + warp_col);
 
-            // ---- P = 2^(S - lse)
+            // ---- P = 2^(S - lse), dS = P * (dP - delta)
             // A key past the last one is no row of dK and dV, but it would add to dQ.
-            const int warp_keys = CAUSAL ? min(p.seq_k, q_start + offset + 1) : p.seq_k;
-            const bool has_hidden = k_start + warp_row + 16 > warp_keys;
+            const int query = q_start + warp_col;
+            const int warp_keys = CAUSAL ? min(p.seq_k, query + offset + 1) : p.seq_k;
+            const bool has_hidden = k_start + warp_row + 16 * FRAGS > warp_keys;
 #pragma unroll
-            for (int j = 0; j < BLOCK_M / 8; ++j)
+            for (int n = 0; n < WARP_QUERIES / 8; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int col = 8 * j + 2 * (lane % 4) + i % 2;
-                    float& s = s_acc[0][j][i];
-                    s = ex2_approx_ftz(s * scale_log2 - smem.rows[stage][col].x);
-                    if (has_hidden) {
-                        const int key = k_start + warp_row + 8 * (i / 2) + lane / 4;
-                        const int row_keys =
-                            CAUSAL ? min(p.seq_k, q_start + col + offset + 1) : p.seq_k;
-                        s = key < row_keys ? s : 0.0f;
+                for (int c = 0; c < 2; ++c) {
+                    const int col = 8 * n + 2 * (lane % 4) + c;
+                    const auto [lse, delta] = smem.rows[stage][warp_col + col];
+                    const int row_keys = CAUSAL ? min(p.seq_k, query + col + offset + 1) : p.seq_k;
+#pragma unroll
+                    for (int i = 0; i < 2 * FRAGS; ++i) {
+                        float& s = s_acc[i / 2][n][i % 2 * 2 + c];
+                        float& dp = dp_acc[i / 2][n][i % 2 * 2 + c];
+                        s = ex2_approx_ftz(s * scale_log2 - lse);
+                        if (has_hidden && k_start + warp_row + 8 * i + lane / 4 >= row_keys)
+                            s = 0.0f;
+                        dp = s * (dp - delta) * factor;
                     }
                 }
+            store_operand(smem.p, warp_row, warp_col, s_acc);
+            store_operand(smem.ds, warp_row, warp_col, dp_acc);
+            __syncthreads();  // P and dS are complete; everyone reads them before the next barrier
 
-            // ---- dV += P^T dO  [BLOCK_N, COLUMNS]
-            add_product<1, BLOCK_M, COLUMNS>(dv_acc, s_acc, smem.dout[stage], column);
-
-            // ---- dP^T = V dO^T, dS = P * (dP - delta)  [BLOCK_N, BLOCK_M]
-            float dp_acc[1][BLOCK_M / 8][4];
-            multiply<1, BLOCK_M>(dp_acc, smem.v + warp_row, smem.dout[stage]);
-#pragma unroll
-            for (int j = 0; j < BLOCK_M / 8; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float delta = smem.rows[stage][8 * j + 2 * (lane % 4) + i % 2].y;
-                    s_acc[0][j][i] *= (dp_acc[0][j][i] - delta) * factor;
-                }
-
-            store_ds(smem.ds, s_acc[0]);
-
-            // ---- dK += dS^T Q  [BLOCK_N, COLUMNS]
-            add_product<1, BLOCK_M, COLUMNS>(dk_acc, s_acc, smem.q[stage], column);
-            __syncthreads();  // dS is complete; everyone reads it before the next barrier
+            // ---- dV += P^T dO, dK += dS^T Q  [BLOCK_N, COLUMNS]
+            add_product<BLOCK_M, DKV_SPACING>(dv_acc, load_p, smem.dout[stage], column + warp_d);
+            add_product<BLOCK_M, DKV_SPACING>(dk_acc, load_ds, smem.q[stage], column + warp_d);
 
             // ---- dQ += dS K  [BLOCK_M, COLUMNS]
             DqFragments dq_acc = {};
-            multiply_ds(dq_acc, smem.ds, smem.k, column);
-            add_dq(dq, dq_acc, column, 1.0f / factor);
+            add_product<BLOCK_N, DQ_SPACING>(dq_acc, load_ds_trans, smem.k, column + dq_column());
+            add_dq(dq, dq_acc, column + dq_column(), 1.0f / factor);
         }
 
         // ---- write dK and dV
         const int num_rows = p.seq_k - k_start - warp_row;
-        store<1, COLUMNS>(p.dk + batch * p.dk_stride.batch + kv_head * p.dk_stride.head +
-                              (k_start + warp_row) * p.dk_stride.row,
-                          p.dk_stride.row, num_rows, dk_acc, column, p.softmax_scale / factor);
-        store<1, COLUMNS>(p.dv + batch * p.dv_stride.batch + kv_head * p.dv_stride.head +
-                              (k_start + warp_row) * p.dv_stride.row,
-                          p.dv_stride.row, num_rows, dv_acc, column, 1.0f);
+        store(p.dk + batch * p.dk_stride.batch + kv_head * p.dk_stride.head +
+                  (k_start + warp_row) * p.dk_stride.row,
+              p.dk_stride.row, num_rows, dk_acc, column + warp_d, p.softmax_scale / factor);
+        store(p.dv + batch * p.dv_stride.batch + kv_head * p.dv_stride.head +
+                  (k_start + warp_row) * p.dv_stride.row,
+              p.dv_stride.row, num_rows, dv_acc, column + warp_d, 1.0f);
     }
 }
 
@@ -461,22 +441,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     const int lane = threadIdx.x % 32;
     const float* sum =
         static_cast<const float*>(p.workspace[1]) + int64_t(blockIdx.x) * DQ_FLOATS + threadIdx.x;
-    for (int column = 0; column < DIM; column += COLUMNS) {
+    for (int column = dq_column(); column < DIM; column += COLUMNS) {
 #pragma unroll
-        for (int m = 0; m < DQ_FRAGS; ++m)
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c)
-#pragma unroll
-                for (int i = 0; i < 8; i += 2) {  // the elements of DqFragments, two by two
-                    const int row = q_start + dq_row() + 16 * m + 8 * (i / 2 % 2) + lane / 4;
-                    const int d = column + 64 * c + dq_column() + 8 * (i / 4) + 2 * (lane % 4);
-                    if (row < p.seq_q && d < HEAD_DIM) {
-                        Element* to = p.dq + batch * p.dq_stride.batch + head * p.dq_stride.head +
-                                      row * p.dq_stride.row + d;
-                        *reinterpret_cast<uint32_t*>(to) = cvt_rn_x2<Element>(
-                            p.softmax_scale * sum[0], p.softmax_scale * sum[NUM_THREADS]);
-                    }
-                    sum += 2 * NUM_THREADS;
-                }
+        for (int n = 0; n < sizeof(DqFragments) / sizeof(float); n += 2) {
+            constexpr int OF_ROWS = sizeof(DqFragments) / FRAGS / sizeof(float);
+            const int row = q_start + dq_row() + n / OF_ROWS * 16 + n / 2 % 2 * 8 + lane / 4;
+            const int d = column + n % OF_ROWS / 8 * DQ_SPACING + n / 4 % 2 * 8 + 2 * (lane % 4);
+            if (row < p.seq_q && d < HEAD_DIM) {
+                Element* to = p.dq + batch * p.dq_stride.batch + head * p.dq_stride.head +
+                              row * p.dq_stride.row + d;
+                *reinterpret_cast<uint32_t*>(to) =
+                    cvt_rn_x2<Element>(p.softmax_scale * sum[n * NUM_THREADS],
+                                       p.softmax_scale * sum[(n + 1) * NUM_THREADS]);
+            }
+        }
+        sum += DQ_FLOATS / PASSES;
     }
 }
