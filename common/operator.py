@@ -1,38 +1,53 @@
-"""The operator behind attention(): torch.ops.attention_worklog.forward.
+"""The operators behind attention(): torch.ops.attention_worklog.forward and .backward.
 
-torch.compile and CUDA graphs see one call, whose fake gives the outputs' shapes and strides. What a
-call prepares is cached for later calls whose tensors have the same layout.
+torch.compile and CUDA graphs see one call each, whose fake gives the outputs' shapes and strides.
+What a call prepares is cached for later calls whose tensors have the same layout.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
-from torch.autograd import forward_ad
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import Function, forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from .cache import Cache
 from .catalog import STEPS_DIR, all_steps, find_step
 from .errors import UsageError
-from .operation import FORWARD
+from .operation import BACKWARD, FORWARD, Operand, Operation
 from .runtime.backend import DTYPE_NAMES, Backend, Call, empty_outputs, specialization
-from .runtime.launch import check_alignment
+from .runtime.launch import check_alignment, sizes_of
 from .step import Step
 
 ADDRESS_BITS = 63  # of an address: no step asks for rows aligned to more than 64 bytes
+# Inputs that lie as whoever computed them left them, autograd or torch.vmap: where a step cannot
+# read one, it is copied. All others it must read where they are.
+COPIED = ("lse", "dout")
 
 # Not torch.library.custom_op: a call of that takes several times as long, because it goes through
 # Python twice more, for gradients and for aliases.
 _library = torch.library.Library("attention_worklog", "DEF")
+_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(
-    "forward(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, str? step) "
-    "-> (Tensor o, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+    "forward(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, str? step, "
+    "str? backward_step=None, bool deterministic=False) -> (Tensor o, Tensor lse)",
+    tags=_tags,
+)
+_library.define(
+    "backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor dout, bool causal, "
+    "float? softmax_scale, str? step, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=_tags,
 )
 forward = torch.ops.attention_worklog.forward.default
+backward = torch.ops.attention_worklog.backward.default
 
+# A prepared call, the softmax_scale where none is given, and which inputs it takes copies of.
+_Prepared = tuple[Call, float, tuple[int, ...]]
 _calls = Cache()
 # Never removed: a backend owns the modules that it has loaded, and cached calls refer to them.
 # PyCUDA cannot unload them from a thread in which another context is current.
@@ -54,64 +69,215 @@ def _forward(
     causal: bool,
     softmax_scale: float | None,
     step: str | None,
+    backward_step: str | None = None,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse; arguments and exceptions as in common.attention."""
     # fmt: off
     key = (
-        step, causal, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ADDRESS_BITS,
+        step, backward_step, deterministic, causal,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ADDRESS_BITS,
         q.shape, q.stride(), q.dtype, q.device,
         k.shape, k.stride(), k.dtype, k.device,
         v.shape, v.stride(), v.dtype, v.device,
     )
     # fmt: on
-    call, default_scale = _calls.get(key) or _calls.add(key, _prepare(q, k, v, causal, step))
+    prepared = _calls.get(key)
+    if prepared is None:
+        if backward_step is not None:  # found wrong here, not somewhere in a backward pass
+            _find(BACKWARD, backward_step, deterministic)
+        prepared = _calls.add(key, _prepare(FORWARD, (q, k, v), causal, step, deterministic))
+    call, default_scale, _ = prepared
     o, lse = empty_outputs(FORWARD, (q, k, v))
     call(q, k, v, o, lse, default_scale if softmax_scale is None else softmax_scale)
     return o, lse
 
 
-def _fake(q, k, v, causal, softmax_scale, step) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    step: str | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv, which lie like q, k and v, where dout is the gradient of o.
+
+    o and lse are what forward returned, and step is one of the backward ladder; lse and dout may
+    have any strides. Other arguments and exceptions are as in common.attention.
+    """
+    inputs = (q, k, v, o, lse, dout)
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr()
+    key = (
+        step,
+        deterministic,
+        causal,
+        addresses & ADDRESS_BITS,
+        dout.data_ptr() & ADDRESS_BITS,
+        *[(t.shape, t.stride(), t.dtype, t.device) for t in inputs],
+    )
+    call, default_scale, copied = _calls.get(key) or _calls.add(
+        key, _prepare(BACKWARD, inputs, causal, step, deterministic)
+    )
+    if copied:
+        inputs = tuple(_copy(t) if i in copied else t for i, t in enumerate(inputs))
+    outputs = empty_outputs(BACKWARD, inputs)
+    call(*inputs, *outputs, default_scale if softmax_scale is None else softmax_scale)
+    return outputs
+
+
+def _copy(t: torch.Tensor) -> torch.Tensor:
+    """Contiguous and at an address of its own, where even contiguous() would return t itself."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _fake(operation: Operation, *arguments) -> tuple[torch.Tensor, ...]:
     """Outputs without contents, for fake tensors and for the meta device."""
-    _validate(q, k, v)
-    return empty_outputs(FORWARD, (q, k, v))
+    inputs = _tensors(operation, arguments)
+    _validate(operation, inputs)
+    return empty_outputs(operation, inputs)
 
 
-def _autograd(
-    keys: DispatchKeySet, q, k, v, causal, softmax_scale, step
+def _tensors(operation: Operation, arguments: Sequence) -> tuple[torch.Tensor, ...]:
+    """The tensors among an operator's arguments: those come first."""
+    return tuple(arguments[: len(operation.inputs)])
+
+
+class _Node(_SingleLevelFunction):
+    """A node of autograd's graph, at one level of torch.func's transforms.
+
+    The dispatcher calls an operator once for each level: Function would apply itself at all.
+    """
+
+    # What compiled autograd knows a node's code by. Function alone has it.
+    _compiled_autograd_key = staticmethod(Function._compiled_autograd_key)
+
+
+class _Attention(_Node):
+    """forward, whose gradients are those of backward."""
+
+    @staticmethod
+    def forward(ctx, keys, q, k, v, causal, softmax_scale, step, backward_step, deterministic):
+        options = (causal, softmax_scale, step, backward_step, deterministic)
+        o, lse = _below_node(forward, _forward, keys, q, k, v, *options)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = causal, softmax_scale, backward_step, deterministic
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # of lse they would be zeros that nobody reads
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        if dout is None:
+            return (None,) * 9
+        gradients = backward(*ctx.saved_tensors, dout, *ctx.options)
+        needed = ctx.needs_input_grad[1:4]
+        asked = (g if need else None for g, need in zip(gradients, needed, strict=True))
+        return None, *asked, None, None, None, None, None
+
+
+class _Gradients(_Node):
+    """backward, whose gradients are an error: there is no second derivative.
+
+    There is a node wherever create_graph=True, as in all of torch.func, whether or not it is asked.
+    """
+
+    @staticmethod
+    def forward(ctx, keys, *arguments):
+        return _below_node(backward, _backward, keys, *arguments)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise UsageError(
+            "a second derivative was asked for, and attention has only the first: take torch's "
+            "scaled_dot_product_attention with SDPBackend.MATH, or detach the gradients"
+        )
+
+
+def _forward_autograd(
+    keys: DispatchKeySet,
+    q,
+    k,
+    v,
+    causal,
+    softmax_scale,
+    step,
+    backward_step=None,
+    deterministic=False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Refuses derivatives, then redispatches below autograd.
+    """Records a node if anything requires grad, then redispatches below autograd.
 
     torch.func's transforms call it once per level, with that level's wrapped tensors: what
     requires grad at one level does not below it.
     """
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v):
-        name = next(name for name, t in zip("qkv", (q, k, v), strict=True) if t.requires_grad)
-        raise UsageError(f"{name} requires grad, and there is no backward: use torch.no_grad()")
     if forward_ad._current_level >= 0:
-        _refuse_tangents(q, k, v)
+        _refuse_tangents(FORWARD, (q, k, v))
+    needs_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v)
+    if not needs_grad and keys.raw_repr() in _PLAIN_KEYS:  # most calls: as short as can be
+        return _forward(q, k, v, causal, softmax_scale, step, backward_step, deterministic)
+    arguments = (q, k, v, causal, softmax_scale, step, backward_step, deterministic)
+    if needs_grad:
+        return _record(_Attention, keys, *arguments)
+    return _below_autograd(forward, _forward, keys, *arguments)
+
+
+def _backward_autograd(
+    keys: DispatchKeySet, *arguments
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Likewise for backward."""
+    inputs = _tensors(BACKWARD, arguments)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(BACKWARD, inputs)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        return _record(_Gradients, keys, *arguments)
+    return _below_autograd(backward, _backward, keys, *arguments)
+
+
+def _record(node: type[_Node], keys: DispatchKeySet, *arguments):
+    with enable_single_level_autograd_function():
+        return node.apply(keys, *arguments)
+
+
+def _below_autograd(operator, implementation, keys: DispatchKeySet, *arguments):
     if keys.raw_repr() in _PLAIN_KEYS:  # skips the dispatcher, which takes 3 us
-        return _forward(q, k, v, causal, softmax_scale, step)
+        return implementation(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        below = keys & torch._C._after_autograd_keyset
-        return forward.redispatch(below, q, k, v, causal, softmax_scale, step)
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
 
-def _refuse_tangents(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _below_node(operator, implementation, keys: DispatchKeySet, *arguments):
+    """The same within a node, where torch has disabled gradients and tangents.
+
+    Outer levels of torch.func's transforms would lose theirs by that.
+    """
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return _below_autograd(operator, implementation, keys, *arguments)
+
+
+def _refuse_tangents(operation: Operation, inputs: Sequence[torch.Tensor]) -> None:
     """Raises UsageError for a dual tensor of forward-mode AD."""
     if not torch._C._is_fwd_grad_enabled():
         return
-    for name, t in (("q", q), ("k", k), ("v", v)):
+    for operand, t in zip(operation.inputs, inputs, strict=True):
         if forward_ad.unpack_dual(t).tangent is not None:
             raise UsageError(
-                f"{name} has a tangent, and there is no forward-mode derivative: "
-                f"pass {name}.detach()"
+                f"{operand.name} has a tangent, and there is no forward-mode derivative: "
+                f"pass {operand.name}.detach()"
             )
 
 
 def _autocast(
-    device_type: str, key: DispatchKey, q, k, v, causal, softmax_scale, step
+    device_type: str, key: DispatchKey, q, k, v, *options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Casts q, k and v to the dtype of torch.autocast, as scaled_dot_product_attention does."""
+    """Casts q, k and v to the dtype of torch.autocast, as scaled_dot_product_attention does.
+
+    Above autograd, which casts the gradients back. backward has no casts: its inputs have the dtype
+    that forward's had.
+    """
     dtype = torch.get_autocast_dtype(device_type)
 
     def cast(t: torch.Tensor) -> torch.Tensor:
@@ -119,69 +285,76 @@ def _autocast(
         return t.to(dtype) if here and t.dtype != torch.float64 else t
 
     with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key)):
-        return forward(cast(q), cast(k), cast(v), causal, softmax_scale, step)
+        return forward(cast(q), cast(k), cast(v), *options)
 
 
-def _vmap(info, in_dims, q, k, v, causal, softmax_scale, step):
+def _vmap(operation: Operation, operator, info, in_dims, *arguments):
     """The axis that torch.vmap maps over becomes part of the batch."""
 
     def merge(t: torch.Tensor, axis: int | None) -> torch.Tensor:
         t = t.expand(info.batch_size, *t.shape) if axis is None else t.movedim(axis, 0)
         return t.flatten(0, 1)
 
-    inputs = [merge(t, axis) for t, axis in zip((q, k, v), in_dims[:3], strict=True)]
-    outputs = forward(*inputs, causal, softmax_scale, step)
-    return tuple(t.unflatten(0, (info.batch_size, -1)) for t in outputs), (0, 0)
+    inputs = _tensors(operation, arguments)
+    merged = [merge(t, axis) for t, axis in zip(inputs, in_dims, strict=False)]
+    outputs = operator(*merged, *arguments[len(inputs) :])
+    outputs = tuple(t.unflatten(0, (info.batch_size, -1)) for t in outputs)
+    return outputs, (0,) * len(outputs)
 
 
-# One for all devices, so that a device without a backend gets our error message.
-_library.impl("forward", _forward, "CompositeExplicitAutograd")
-_library.impl("forward", _autograd, "Autograd", with_keyset=True)
+def _register(operation: Operation, operator, implementation, autograd) -> None:
+    name = operation.name
+    # One for all devices, so that a device without a backend gets our error message.
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    qualified = f"attention_worklog::{name}"
+    torch.library.register_fake(qualified, partial(_fake, operation), lib=_library)
+    torch.library.register_vmap(qualified, partial(_vmap, operation, operator), lib=_library)
+
+
+_register(FORWARD, forward, _forward, _forward_autograd)
+_register(BACKWARD, backward, _backward, _backward_autograd)
 _library.impl("forward", partial(_autocast, "cpu", DispatchKey.AutocastCPU), "AutocastCPU")
 _library.impl("forward", partial(_autocast, "cuda", DispatchKey.AutocastCUDA), "AutocastCUDA")
-torch.library.register_fake("attention_worklog::forward", _fake, lib=_library)
-torch.library.register_vmap("attention_worklog::forward", _vmap, lib=_library)
 
 
 def _prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, step: str | None
-) -> tuple[Call, float]:
-    """The prepared call, and the softmax_scale where none is given.
+    operation: Operation,
+    inputs: Sequence[torch.Tensor],
+    causal: bool,
+    step: str | None,
+    deterministic: bool,
+) -> _Prepared:
+    """Prepares a call of the given step, or of the highest one that can run these inputs."""
+    _validate(operation, inputs)
+    backend = _backend(inputs[0].device)
+    if step is None:
+        chosen = highest_step(backend, operation, inputs, causal, deterministic)
+    else:
+        chosen = _find(operation, step, deterministic)
+    spec = specialization(inputs, causal)
+    if reason := backend.refusal(chosen, spec):
+        raise UsageError(f"{chosen.name} {reason}")
+    copied = _unreadable(operation, inputs, backend.descriptor(chosen, spec).alignment)
+    inputs = [_copy(t) if i in copied else t for i, t in enumerate(inputs)]
+    tensors = (*inputs, *empty_outputs(operation, inputs))
+    call = backend.prepare(chosen, tensors, causal=causal)
+    return call, inputs[0].shape[-1] ** -0.5, copied
 
-    The call is prepared for the given step, or for the highest one that can run these inputs.
-    """
-    _validate(q, k, v)
-    backend = _backend(q.device)
-    chosen = highest_step(backend, q, k, v, causal) if step is None else find_step(step)
-    tensors = (q, k, v, *empty_outputs(FORWARD, (q, k, v)))
-    return backend.prepare(chosen, tensors, causal=causal), q.shape[-1] ** -0.5
 
-
-def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dim() != 4:
-            raise UsageError(
-                f"{name} must be [batch, heads, seq, head_dim], not of shape {list(t.shape)}"
-            )
-        if t.numel() == 0:
-            raise UsageError(f"{name} is empty: shape {list(t.shape)}")
-        if max(t.shape) >= 2**31:
-            raise UsageError(f"{name} is too long: shape {list(t.shape)}, sizes must be below 2^31")
-        if t.dtype not in DTYPE_NAMES:
-            raise UsageError(f"{name} must be bfloat16, float16 or float32, not {t.dtype}")
-        if t.device.type not in ("cpu", "cuda", "meta"):
-            raise UsageError(f"{name} must be a CPU or CUDA tensor, not one on {t.device}")
-        if t.stride(-1) != 1:
-            raise UsageError(
-                f"the last dimension of {name} must be contiguous, its stride is {t.stride(-1)}: "
-                f"pass {name}.contiguous()"
-            )
-    for attribute in ("dtype", "device"):
-        if not getattr(q, attribute) == getattr(k, attribute) == getattr(v, attribute):
-            found = ", ".join(
-                f"{n} {getattr(t, attribute)}" for n, t in zip("qkv", (q, k, v), strict=True)
-            )
-            raise UsageError(f"q, k and v must have the same {attribute}: {found}")
+def _validate(operation: Operation, inputs: Sequence[torch.Tensor]) -> None:
+    """Raises UsageError unless these can be the operation's inputs, for whatever step."""
+    q, k, v = inputs[:3]  # of every operation
+    strided = {}
+    for operand, t in zip(operation.inputs, inputs, strict=True):
+        if operand.strided:
+            strided[operand.name] = t
+            _validate_strided(operand.name, t)
+        elif t.dtype != torch.float32:
+            raise UsageError(f"{operand.name} must be float32, not {t.dtype}")
+    _require_same("dtype", strided)
+    names = (operand.name for operand in operation.inputs)
+    _require_same("device", dict(zip(names, inputs, strict=True)))
     if k.shape != v.shape:
         raise UsageError(
             f"k and v must have the same shape, not {list(k.shape)} and {list(v.shape)}"
@@ -192,6 +365,59 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
     if q.shape[1] % k.shape[1]:
         raise UsageError(f"heads ({q.shape[1]}) must be a multiple of kv_heads ({k.shape[1]})")
+    sizes = {**sizes_of(operation, inputs[:3]), "head_dim": q.shape[3]}
+    for operand, t in zip(operation.inputs[3:], inputs[3:], strict=True):
+        shape = [sizes[axis] for axis in operand.axes]
+        if list(t.shape) != shape:
+            raise UsageError(f"{operand.name} must be of shape {shape}, not {list(t.shape)}")
+
+
+def _validate_strided(name: str, t: torch.Tensor) -> None:
+    if t.dim() != 4:
+        raise UsageError(
+            f"{name} must be [batch, heads, seq, head_dim], not of shape {list(t.shape)}"
+        )
+    if t.numel() == 0:
+        raise UsageError(f"{name} is empty: shape {list(t.shape)}")
+    if max(t.shape) >= 2**31:
+        raise UsageError(f"{name} is too long: shape {list(t.shape)}, sizes must be below 2^31")
+    if t.dtype not in DTYPE_NAMES:
+        raise UsageError(f"{name} must be bfloat16, float16 or float32, not {t.dtype}")
+    if t.device.type not in ("cpu", "cuda", "meta"):
+        raise UsageError(f"{name} must be a CPU or CUDA tensor, not one on {t.device}")
+    if t.stride(-1) != 1 and name not in COPIED:
+        raise UsageError(
+            f"the last dimension of {name} must be contiguous, its stride is {t.stride(-1)}: "
+            f"pass {name}.contiguous()"
+        )
+
+
+def _require_same(attribute: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    if len({getattr(t, attribute) for t in tensors.values()}) > 1:
+        *names, last = tensors
+        found = ", ".join(f"{name} {getattr(t, attribute)}" for name, t in tensors.items())
+        raise UsageError(f"{', '.join(names)} and {last} must have the same {attribute}: {found}")
+
+
+def _unreadable(
+    operation: Operation, inputs: Sequence[torch.Tensor], alignment: int
+) -> tuple[int, ...]:
+    """Which inputs a step of that alignment cannot read as they lie, of those in COPIED."""
+    return tuple(
+        i
+        for i, (operand, t) in enumerate(zip(operation.inputs, inputs, strict=True))
+        if operand.name in COPIED and not _is_readable(operand, t, alignment)
+    )
+
+
+def _is_readable(operand: Operand, t: torch.Tensor, alignment: int) -> bool:
+    if not operand.strided:
+        return t.is_contiguous()
+    try:
+        check_alignment("a step", alignment, {operand.name: t})
+    except UsageError:
+        return False
+    return t.stride(-1) == 1
 
 
 def _backend(device: torch.device) -> Backend:
@@ -212,23 +438,70 @@ def _make_backend(device: torch.device) -> Backend:
     return CpuBackend()
 
 
+def _find(operation: Operation, name: str, deterministic: bool) -> Step:
+    """The step that a caller asks for. Raises UsageError where it is none for this operation."""
+    step = find_step(name)
+    if step.operation != operation:
+        names = ", ".join(other.name for other in _steps_of(operation))
+        raise UsageError(
+            f"{step.name} computes {step.operation.name}, not {operation.name}: the steps of "
+            f"{operation.name} are {names}"
+        )
+    if deterministic and (reason := _disorder(step)):
+        raise UsageError(
+            f"{step.name} {reason}, and deterministic=True or torch.use_deterministic_algorithms "
+            "asks for the same bits each time: take another step"
+        )
+    return step
+
+
+def _steps_of(operation: Operation) -> list[Step]:
+    return [step for step in all_steps() if step.operation == operation]
+
+
+def _disorder(step: Step) -> str | None:
+    """Why the step is not deterministic, or None."""
+    return f"does not repeat the bits of {', '.join(step.unordered)}" if step.unordered else None
+
+
 def highest_step(
-    backend: Backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+    backend: Backend,
+    operation: Operation,
+    inputs: Sequence[torch.Tensor],
+    causal: bool,
+    deterministic: bool = False,
 ) -> Step:
     """The step that attention() uses where none is given. Raises UsageError where none can run."""
-    spec = specialization((q, k, v), causal)
     refusals: dict[str, str] = {}
-    for step in reversed([step for step in all_steps() if step.operation == FORWARD]):
-        reason = backend.refusal(step, spec)
+    for step in reversed(_steps_of(operation)):
+        reason = (_disorder(step) if deterministic else None) or _refusal(
+            backend, step, inputs, causal
+        )
         if reason is None:
-            alignment = backend.descriptor(step, spec).alignment
-            try:
-                check_alignment(step.name, alignment, {"q": q, "k": k, "v": v})
-                return step
-            except UsageError as error:
-                reason = str(error)
+            return step
         refusals.setdefault(reason, step.name)
     if not refusals:
-        raise UsageError(f"there is no step in {STEPS_DIR}: restore it, or install again")
+        raise UsageError(
+            f"there is no step of {operation.name} in {STEPS_DIR}: restore it, or install again"
+        )
     told = "; ".join(f"{name} {reason}" for reason, name in refusals.items())
     raise UsageError(f"no step can run these inputs: {told}")
+
+
+def _refusal(
+    backend: Backend, step: Step, inputs: Sequence[torch.Tensor], causal: bool
+) -> str | None:
+    """Why the step cannot run these inputs on that device, or None."""
+    spec = specialization(inputs, causal)
+    if reason := backend.refusal(step, spec):
+        return reason
+    fixed = {
+        operand.name: t
+        for operand, t in zip(step.operation.inputs, inputs, strict=True)
+        if operand.strided and operand.name not in COPIED
+    }
+    try:
+        check_alignment(step.name, backend.descriptor(step, spec).alignment, fixed)
+    except UsageError as error:
+        return str(error).removeprefix(f"{step.name} ")
+    return None

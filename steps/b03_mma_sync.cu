@@ -6,7 +6,7 @@
 //     still compute S and dP twice, 7 products instead of 5, and in exchange every gradient has one
 //     owner: 15 times b02
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_80; more than 99 KiB of shared memory from head_dim
-//     136 on, which sm_86 and sm_89 lack
+//     200 on, which sm_86 and sm_89 lack
 //     tuned for two blocks per SM, which need Hopper's shared memory from head_dim 72 on: 194 KiB
 #include "backward.cuh"
 #include "copy.cuh"
@@ -82,9 +82,14 @@ __constant__ BackwardDescriptor launch_descriptor = {
 }
 
 // Where column col of a row lies: the eight 16-byte chunks of every 128 bytes are permuted, in each
-// of 8 rows differently, so that the same chunk of 8 rows touches every bank once. For a multiple d
-// of 16 and a col below 16, swizzle(row, d + col) is swizzle(row, col) ^ d.
+// of 8 rows differently, so that the same chunk of 8 rows touches every bank once.
 __device__ int swizzle(int row, int col) { return col ^ row % 8 * VEC; }
+
+// Column d + col, for a multiple d of 16 and a col below 16: the part of d beyond 128 bytes is added,
+// so that it is no register of its own.
+__device__ int swizzle(int row, int col, int d) {
+    return (swizzle(row, col) ^ d % 64) + d / 64 * 64;
+}
 
 // Starts tile[r][swizzle(r, d)] = rows[r][d], zeros past the last row and past HEAD_DIM
 // [TILE_ROWS, DIM]. Eight threads share a row; the swizzle is the same in all of a thread's rows.
@@ -120,19 +125,19 @@ __device__ void multiply(float (&acc)[M_FRAGS][N / 8][4], const Element (*a)[PIT
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.0f;
-#pragma unroll
+#pragma unroll 4
     for (int d = 0; d < DIM; d += 16) {
         uint32_t a_frag[M_FRAGS][4];  // [16, 16] each
 #pragma unroll
         for (int m = 0; m < M_FRAGS; ++m) {
             const int row = 16 * m + lane % 16;
-            ldmatrix_x4(a_frag[m], &a[row][swizzle(row, lane / 16 * 8) ^ d]);
+            ldmatrix_x4(a_frag[m], &a[row][swizzle(row, lane / 16 * 8, d)]);
         }
 #pragma unroll
         for (int n = 0; n < N; n += 16) {
             uint32_t b_frag[4];  // B^T [16, 8], of the rows n ... n + 7 and of the next 8
             const int row = n + lane / 16 * 8 + lane % 8;
-            ldmatrix_x4(b_frag, &b[row][swizzle(row, lane / 8 % 2 * 8) ^ d]);
+            ldmatrix_x4(b_frag, &b[row][swizzle(row, lane / 8 % 2 * 8, d)]);
 #pragma unroll
             for (int m = 0; m < M_FRAGS; ++m) {
                 mma_m16n8k16<Element>(acc[m][n / 8], a_frag[m], b_frag[0], b_frag[1]);
@@ -164,7 +169,7 @@ __device__ void add_product(float (&acc)[M_FRAGS][N / 8][4], const float (&x)[M_
             if (column + d >= DIM) break;
             uint32_t b_frag[4];  // B [16, 8], of the columns d ... d + 7 and of the next 8
             const int row = k + lane % 16;
-            ldmatrix_x4_trans(b_frag, &b[row][swizzle(row, lane / 16 * 8) ^ (column + d)]);
+            ldmatrix_x4_trans(b_frag, &b[row][swizzle(row, lane / 16 * 8, column + d)]);
 #pragma unroll
             for (int m = 0; m < M_FRAGS; ++m) {
                 mma_m16n8k16<Element>(acc[m][d / 8], a_frag[m], b_frag[0], b_frag[1]);
@@ -322,23 +327,35 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM)
         multiply<DQ_FRAGS, DQ_KEYS>(dp_acc, smem.dout + warp_row, smem.v[stage]);
 
         // ---- P = 2^(S - lse), dS = P * (dP - delta)
-        const bool has_hidden = k_start + DQ_KEYS > warp_keys;
 #pragma unroll
         for (int m = 0; m < DQ_FRAGS; ++m)
 #pragma unroll
             for (int n = 0; n < DQ_KEYS / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const auto [lse, delta] = rows[m][i / 2];
-                    float p_acc = ex2_approx_ftz(s_acc[m][n][i] * scale_log2 - lse);
-                    if (has_hidden) {
+                    float& s = s_acc[m][n][i];
+                    s = ex2_approx_ftz(s * scale_log2 - rows[m][i / 2].x);
+                }
+        if (k_start + DQ_KEYS > warp_keys) {  // some are hidden
+#pragma unroll
+            for (int m = 0; m < DQ_FRAGS; ++m)
+#pragma unroll
+                for (int n = 0; n < DQ_KEYS / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
                         const int row = q_start + warp_row + 16 * m + 8 * (i / 2) + lane / 4;
                         const int row_keys = CAUSAL ? min(p.seq_k, row + offset + 1) : p.seq_k;
                         const int key = k_start + 8 * n + 2 * (lane % 4) + i % 2;
-                        p_acc = key < row_keys ? p_acc : 0.0f;
+                        if (key >= row_keys) s_acc[m][n][i] = 0.0f;
                     }
-                    s_acc[m][n][i] = p_acc * (dp_acc[m][n][i] - delta) * factor;
-                }
+        }
+#pragma unroll
+        for (int m = 0; m < DQ_FRAGS; ++m)
+#pragma unroll
+            for (int n = 0; n < DQ_KEYS / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    s_acc[m][n][i] *= (dp_acc[m][n][i] - rows[m][i / 2].y) * factor;
 
         // ---- dQ += dS K  [DQ_QUERIES, HEAD_DIM]
         add_product<DQ_FRAGS, DQ_KEYS, DIM>(dq_acc, s_acc, smem.k[stage], 0);

@@ -1,8 +1,9 @@
 // b04 -- mma.sync, 5 products: dQ is added up in global memory
-// change: the kernel that computes dK and dV also multiplies its dS, which now goes through shared
-//     memory, by its keys, and adds the product to dQ in global memory, in float and in the order of
-//     the accumulators; a last kernel brings dQ into its order, scales and rounds it
-// why: b03 computes S and dP twice; 5 products for 7 are 1.4 times b03 if the reductions, 4 bytes an
+// change: the kernel that computes dK and dV also multiplies its dS by its keys and adds the product
+//     to dQ in global memory, in float and in the order of the accumulators; a last kernel brings dQ
+//     into its order, scales and rounds it. dS must pass through shared memory for that: P does, too,
+//     so that two warps can share 32 keys, and a fragment serves two products
+// why: b03 computes S and dP twice: 5 products for 7 are 1.4 times b03 if the reductions, 4 bytes an
 //     element of dQ for every 128 keys, cost nothing
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_80; more than 99 KiB of shared memory from head_dim
 //     72 on, which sm_86 and sm_89 lack
@@ -83,9 +84,14 @@ __constant__ BackwardDescriptor launch_descriptor = {
 }
 
 // Where column col of a row lies: the eight 16-byte chunks of every 128 bytes are permuted, in each
-// of 8 rows differently, so that the same chunk of 8 rows touches every bank once. For a multiple d
-// of 16 and a col below 16, swizzle(row, d + col) is swizzle(row, col) ^ d.
+// of 8 rows differently, so that the same chunk of 8 rows touches every bank once.
 __device__ int swizzle(int row, int col) { return col ^ row % 8 * VEC; }
+
+// Column d + col, for a multiple d of 16 and a col below 16: the part of d beyond 128 bytes is added,
+// so that it is no register of its own.
+__device__ int swizzle(int row, int col, int d) {
+    return (swizzle(row, col) ^ d % 64) + d / 64 * 64;
+}
 
 // Starts tile[r][swizzle(r, d)] = rows[r][d], zeros past the last row and past HEAD_DIM
 // [TILE_ROWS, DIM]. Eight threads share a row; the swizzle is the same in all of a thread's rows.
@@ -121,19 +127,19 @@ __device__ void multiply(float (&acc)[M_FRAGS][N / 8][4], const Element (*a)[PIT
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.0f;
-#pragma unroll
+#pragma unroll 4
     for (int d = 0; d < DIM; d += 16) {
         uint32_t a_frag[M_FRAGS][4];  // [16, 16] each
 #pragma unroll
         for (int m = 0; m < M_FRAGS; ++m) {
             const int row = 16 * m + lane % 16;
-            ldmatrix_x4(a_frag[m], &a[row][swizzle(row, lane / 16 * 8) ^ d]);
+            ldmatrix_x4(a_frag[m], &a[row][swizzle(row, lane / 16 * 8, d)]);
         }
 #pragma unroll
         for (int n = 0; n < N; n += 16) {
             uint32_t b_frag[4];  // B^T [16, 8], of the rows n ... n + 7 and of the next 8
             const int row = n + lane / 16 * 8 + lane % 8;
-            ldmatrix_x4(b_frag, &b[row][swizzle(row, lane / 8 % 2 * 8) ^ d]);
+            ldmatrix_x4(b_frag, &b[row][swizzle(row, lane / 8 % 2 * 8, d)]);
 #pragma unroll
             for (int m = 0; m < M_FRAGS; ++m) {
                 mma_m16n8k16<Element>(acc[m][n / 8], a_frag[m], b_frag[0], b_frag[1]);
@@ -179,7 +185,7 @@ __device__ void add_product(float (&acc)[FRAGS][CHUNKS][2][4], LoadA load_a,
             if (d >= DIM) break;
             uint32_t b_frag[4];  // B [16, 8], of the columns d ... d + 7 and of the next 8
             const int row = k + lane % 16;
-            ldmatrix_x4_trans(b_frag, &b[row][swizzle(row, lane / 16 * 8) ^ d]);
+            ldmatrix_x4_trans(b_frag, &b[row][swizzle(row, lane / 16 * 8, d)]);
 #pragma unroll
             for (int m = 0; m < FRAGS; ++m) {
                 mma_m16n8k16<Element>(acc[m][c][0], a_frag[m], b_frag[0], b_frag[1]);

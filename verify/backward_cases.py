@@ -12,6 +12,7 @@ from common.problem import Shape
 from verify.case import Case
 from verify.gradients import (
     rows_of_all_sizes,
+    saved_by_forward,
     saved_with_more_keys,
     scaled_gradient,
     zero_in_places,
@@ -26,6 +27,26 @@ def constant_values(case: Case, rng: torch.Generator) -> Inputs:
     """All rows of v are one: dP is delta everywhere, so that dq and dk are 0."""
     q, k, v = normal(case, rng)
     return q, k, v[:, :, :1].expand(case.shape.kv)
+
+
+def saved_without_some_rows(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o is 0 and lse -inf in every third row: a mask that is not known here has hidden its keys."""
+    o, lse = saved_by_forward(case, q, k, v)
+    o[:, :, 1::3], lse[:, :, 1::3] = 0, -torch.inf
+    return o, lse
+
+
+def one_large_row(case: Case, rng: torch.Generator) -> torch.Tensor:
+    """Normal, cut off; in one row of the last head larger by 2^28 than in all others.
+
+    The factor that brings the others into fp16's range takes this one out of it.
+    """
+    shape = case.shape
+    sizes = torch.full((1, shape.heads, shape.seq_q, 1), 2.0**-16)
+    sizes[:, -1, 2 * shape.seq_q // 3] = 2.0**12
+    return sizes * scaled_gradient(1)(case, rng)
 
 
 def _layouts(
@@ -54,6 +75,8 @@ _OWN = (
     Case("dout_huge", Shape(1, 8, 8, 9, 6, 64), FP16, dout=scaled_gradient(2.0**14)),
     Case("dout_tiny", Shape(1, 2, 2, 150, 200, 64), FP16, dout=scaled_gradient(2.0**-13)),
     Case("dout_of_all_sizes", Shape(1, 2, 2, 150, 200, 64), FP16, dout=rows_of_all_sizes),
+    # One query decides by what dS must be multiplied: not of the first head, tile or warp.
+    Case("dout_one_large_row", Shape(1, 4, 2, 150, 12, 64), FP16, dout=one_large_row),
     Case(
         "dout_expanded",
         Shape(2, 4, 2, 70, 45, 64),
@@ -79,12 +102,41 @@ _OWN = (
     Case("more_keys", Shape(1, 2, 1, 140, 150, 64), BF16, saved=saved_with_more_keys),
     Case("more_keys_fp16", Shape(1, 1, 1, 70, 70, 64), FP16, saved=saved_with_more_keys),
     Case("more_keys_fp32", Shape(1, 1, 1, 50, 60, 64), FP32, saved=saved_with_more_keys),
+    # Here -inf is in lse, and not the mask's.
+    Case("rows_without_keys", Shape(1, 2, 1, 70, 90, 64), BF16, saved=saved_without_some_rows),
+    Case("rows_without_keys_fp32", Shape(1, 1, 1, 40, 70, 64), FP32, saved=saved_without_some_rows),
 )
+
+
+# What persistent kernels need many work tiles for is cut down here, so that the SIMT runtime checks
+# a step in a minute.
+_SMALLER = {
+    # With a mask, of the queries beyond 16 bits the last ones alone see a key.
+    "queries_66000": {"shape": Shape(1, 1, 1, 66000, 3, 8), "dtype": BF16, "causal": True},
+    "many_works": {"shape": Shape(1, 9, 9, 33, 100, 8)},
+    "sudden_in_late_heads": {"shape": Shape(1, 9, 9, 33, 200, 8)},
+    "many_blocks": {"shape": Shape(1, 2, 1, 700, 140, 8)},
+    "rounds": {"shape": Shape(1, 4, 2, 130, 300, 80)},
+    "spare_group": {"shape": Shape(1, 2, 2, 260, 300, 64)},
+    "shares": {"shape": Shape(1, 2, 2, 20, 900, 64)},
+    "shares_walks": {"shape": Shape(1, 2, 2, 20, 900, 64)},
+    "shares_walks_far": {"shape": Shape(1, 2, 1, 20, 900, 64)},
+    "shares_spare_group": {"shape": Shape(1, 1, 1, 260, 500, 64)},
+    "shares_one_tile": {"shape": Shape(1, 2, 2, 20, 890, 64)},
+    "shares_128": {"shape": Shape(1, 1, 1, 70, 700, 128)},
+    "shares_256": {"shape": Shape(1, 1, 1, 70, 400, 256)},
+}
 
 
 def backward_cases(forward: Sequence[Case]) -> tuple[Case, ...]:
     """The backward cases: those of the forward ones, under the same names, then its own."""
     of_forward = (
-        replace(case, operation=BACKWARD, layouts=_layouts(*case.layouts)) for case in forward
+        replace(
+            case,
+            operation=BACKWARD,
+            layouts=_layouts(*case.layouts),
+            **_SMALLER.get(case.name, {}),
+        )
+        for case in forward
     )
     return (*of_forward, *(replace(case, operation=BACKWARD) for case in _OWN))

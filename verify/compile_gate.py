@@ -17,8 +17,8 @@ from common.text import markdown
 
 HEAD_DIMS = (64, 128, 256)
 # The steps that have local memory, and where: a thread of v03 keeps a query row of O, 256 floats in
-# 255 registers.
-LOCAL_MEMORY = {("v03", 256)}
+# 255 registers, and one of b01 up to four rows.
+LOCAL_MEMORY = {("v03", 256), ("b01", 64), ("b01", 128), ("b01", 256)}
 
 
 def compile_all() -> int:

@@ -17,7 +17,7 @@ from verify.layouts import contiguous, transposed
 from verify.reference import attention_reference
 
 SCALE = 64**-0.5
-NEWEST = all_steps()[-1].name
+NEWEST = [step for step in all_steps() if step.operation == FORWARD][-1].name
 
 
 def _inputs(device: str = "cpu", **overrides) -> dict[str, torch.Tensor]:
@@ -48,8 +48,8 @@ def test_a_step_of_another_ladder_is_not_taken(monkeypatch) -> None:
     monkeypatch.setitem(OPERATIONS, "x", replace(FORWARD, name="another", letter="x"))
     first = find_step("v01")
     monkeypatch.setattr("common.operator.all_steps", lambda: (first, replace(first, name="x01")))
-    q, k, v = _inputs().values()
-    assert highest_step(CpuBackend(), q, k, v, causal=False) is first
+    inputs = tuple(_inputs().values())
+    assert highest_step(CpuBackend(), FORWARD, inputs, causal=False) is first
 
 
 def test_output_lies_like_q_and_lse_comes_on_request() -> None:
@@ -98,7 +98,6 @@ BAD = {
     "k and v": (lambda x: {"v": x["v"][:, :, 1:]}, "k and v must have the same shape"),
     "batch": (lambda x: {"q": x["q"][:1]}, "must have the same batch and head_dim"),
     "heads": (lambda x: {"q": x["q"][:, :3]}, r"heads \(3\) must be a multiple of kv_heads \(2\)"),
-    "grad": (lambda x: {"q": x["q"].requires_grad_()}, "there is no backward"),
     "head_dim": (
         lambda x: {n: t[..., :60].contiguous() for n, t in x.items()},
         f"{NEWEST} takes head_dim 8 to 256 in multiples of 8, not 60",
@@ -119,6 +118,28 @@ BAD = {
     "sdpa's dropout": (lambda x: {"dropout_p": 0.0}, "takes no dropout_p: there is no dropout"),
     "sdpa's gqa": (lambda x: {"enable_gqa": True}, "takes no enable_gqa: leave it out"),
     "step": (lambda x: {"step": "v99"}, "no step 'v99'; the steps are v01, v02"),
+    "step as a number": (lambda x: {"step": 4}, "step must be a step's name or a path, not int"),
+    "a backward step": (
+        lambda x: {"step": "b01"},
+        "b01 computes backward, not forward: the steps of forward are v01, v02",
+    ),
+    "deterministic": (
+        lambda x: {"deterministic": "no"},
+        "deterministic must be True or False, not of type str",
+    ),
+    "backward_step": (lambda x: {"backward_step": "b99"}, "no step 'b99'; the steps are v01, v02"),
+    "backward_step as a number": (
+        lambda x: {"backward_step": 1},
+        "backward_step must be a step's name or a path, not int",
+    ),
+    "a forward step": (
+        lambda x: {"backward_step": "v04"},
+        "v04 computes forward, not backward: the steps of backward are b01",
+    ),
+    "a backward step that is nowhere": (
+        lambda x: {"backward_step": "b01.cu"},
+        "no file 'b01.cu'; the steps are v01, v02",
+    ),
 }
 
 

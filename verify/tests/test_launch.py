@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from common.operation import FORWARD
+from common.operation import BACKWARD, FORWARD
 from common.paths import ROOT
 from common.runtime import launch, tensor_map
 from common.runtime.build import host_compiler
@@ -24,13 +24,15 @@ STRUCTS = {
     "Workspace": launch._Workspace,
     "Box": launch.Box,
     "LaunchDescriptor": launch.descriptor_type(FORWARD),
+    "BackwardParams": launch.params_type(BACKWARD),
+    "BackwardDescriptor": launch.descriptor_type(BACKWARD),
     "simt::TensorMapFields": tensor_map.TensorMapFields,
 }
 PROGRAM = """
 #include <stddef.h>
 #include <stdio.h>
 using Element = uint16_t;
-#include "launch.h"
+#include "backward.h"
 #include "simt/tensor_map.h"
 int main() {{
     {statements}
@@ -77,12 +79,13 @@ def test_structs_have_the_same_layout_in_python_and_cpp(told_by_cpp) -> None:
             place = getattr(struct, field)
             assert (next(numbers), next(numbers)) == (place.offset, place.size), f"{name}.{field}"
     assert next(numbers) == tensor_map.VALID_TENSOR_MAP
-    assert ctypes.sizeof(launch.params_type(FORWARD)) % 128 == 0, "nvcc's alignas(128)"
+    for operation in (FORWARD, BACKWARD):
+        assert ctypes.sizeof(launch.params_type(operation)) % 128 == 0, "nvcc's alignas(128)"
 
 
 def descriptor(blocks_per_sm: int) -> launch.LaunchDescriptor:
     """The descriptor of a kernel with one block per 64 queries of a head."""
-    descriptor = launch.LaunchDescriptor(alignment=16)
+    descriptor = launch.descriptor_type(FORWARD)(alignment=16)
     kernel = descriptor.kernels[0]
     kernel.name = b"kernel"
     kernel.grid[0] = launch._Extent(SIZE_SEQ_Q, 64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import subprocess
 import sys
 import threading
@@ -15,12 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import autograd, func
 from torch._dynamo.exc import TorchRuntimeError
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from common import UsageError, attention, cache
 from common import operator as op
@@ -50,22 +46,52 @@ def make_inputs(device: str = "cpu", layout=contiguous) -> tuple[torch.Tensor, .
     return q, k, v
 
 
+def make_backward_inputs(device: str = "cpu", layout=contiguous) -> tuple[torch.Tensor, ...]:
+    """q, k and v of make_inputs, o and lse of them, and a gradient of o in that layout."""
+    inputs = make_inputs(device, layout)
+    o, lse = op.forward(*inputs, False, None, None)
+    return *inputs, o, lse, make_inputs(device, layout)[0]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", [contiguous, transposed, padded])
 def test_opcheck(layout, device: str) -> None:
     torch.library.opcheck(op.forward, (*make_inputs(device, layout), True, None, None))
     torch.library.opcheck(op.forward, (*make_inputs(device, layout), False, 0.5, OLDEST.name))
+    torch.library.opcheck(
+        op.backward, (*make_backward_inputs(device, layout), False, None, None, False)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", [contiguous, transposed, padded])
+def test_opcheck_with_gradients(layout, device: str) -> None:
+    inputs = [t.requires_grad_() for t in make_inputs(device, layout)]
+    torch.library.opcheck(op.forward, (*inputs, True, None, None, "b01", True))
+    # Only its first derivative is missing, which the test left out would take.
+    torch.library.opcheck(
+        op.backward,
+        (*inputs, *make_backward_inputs(device, layout)[3:], False, 0.5, "b01", True),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", [contiguous, transposed, padded, overlapping])
-def test_the_fake_lies_like_the_real_one(layout, device: str) -> None:
-    inputs = make_inputs(device, layout)
-    with FakeTensorMode() as mode:
-        fakes = op.forward(*(mode.from_tensor(t) for t in inputs), False, None, None)
-    for fake, real in zip(fakes, op.forward(*inputs, False, None, None), strict=True):
-        assert (fake.shape, fake.stride()) == (real.shape, real.stride())
-        assert (fake.dtype, fake.device) == (real.dtype, real.device)
+def test_the_fakes_lie_like_the_real_ones(layout, device: str) -> None:
+    inputs = make_backward_inputs(device, layout)
+    for operator, arguments in (
+        (op.forward, (*inputs[:3], False, None, None)),
+        (op.backward, (*inputs, False, None, None, False)),
+        (op.backward, (*inputs[:5], inputs[5].mT.contiguous().mT, False, None, None, False)),
+    ):
+        with FakeTensorMode() as mode:
+            fakes = operator(
+                *(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in arguments)
+            )
+        for fake, real in zip(fakes, operator(*arguments), strict=True):
+            assert (fake.shape, fake.stride()) == (real.shape, real.stride())
+            assert (fake.dtype, fake.device) == (real.dtype, real.device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -103,154 +129,6 @@ def test_compiles_into_cuda_graphs() -> None:
     attention(*inputs)  # a step is not compiled while a graph is captured
     for _ in range(4):
         assert torch.equal(compiled(*inputs).clone(), attention(*inputs))
-
-
-NO_BACKWARD = "q requires grad, and there is no backward: use torch.no_grad()"
-NO_TANGENT = "q has a tangent, and there is no forward-mode derivative: pass q.detach()"
-
-
-def dual(function: Callable, q: torch.Tensor) -> torch.Tensor:
-    with forward_ad.dual_level():
-        return function(forward_ad.make_dual(q, torch.ones_like(q)))
-
-
-def requires_grad(q: torch.Tensor) -> torch.Tensor:
-    return q.clone().requires_grad_()
-
-
-# Of a function of q that returns a number.
-DERIVATIVES = {
-    "requires_grad": (NO_BACKWARD, lambda f, q: f(requires_grad(q))),
-    "intermediate": (NO_BACKWARD, lambda f, q: f(q * torch.ones((), requires_grad=True))),
-    "checkpoint": (
-        NO_BACKWARD,
-        lambda f, q: checkpoint(f, requires_grad(q), use_reentrant=False),
-    ),
-    "reentrant checkpoint": (
-        NO_BACKWARD,
-        lambda f, q: checkpoint(f, requires_grad(q), use_reentrant=True).backward(),
-    ),
-    "functional.vjp": (NO_BACKWARD, autograd.functional.vjp),
-    "functional.jvp": (NO_BACKWARD, lambda f, q: autograd.functional.jvp(f, q, q)),
-    "functional.hvp": (NO_BACKWARD, lambda f, q: autograd.functional.hvp(f, q, q)),
-    "functional.jacobian": (NO_BACKWARD, autograd.functional.jacobian),
-    "functional.hessian": (NO_BACKWARD, autograd.functional.hessian),
-    "functional.jacobian forward": (
-        NO_TANGENT,
-        lambda f, q: autograd.functional.jacobian(f, q, strategy="forward-mode", vectorize=True),
-    ),
-    "dual": (NO_TANGENT, dual),
-    "grad": (NO_BACKWARD, lambda f, q: func.grad(f)(q)),
-    "grad_and_value": (NO_BACKWARD, lambda f, q: func.grad_and_value(f)(q)),
-    "vjp": (NO_BACKWARD, lambda f, q: func.vjp(f, q)[1](torch.ones(()))),
-    "jacrev": (NO_BACKWARD, lambda f, q: func.jacrev(f)(q)),
-    "jacfwd": (NO_TANGENT, lambda f, q: func.jacfwd(f)(q)),
-    "jvp": (NO_TANGENT, lambda f, q: func.jvp(f, (q,), (q,))),
-    "hessian": (NO_BACKWARD, lambda f, q: func.hessian(f)(q)),
-    "linearize": (NO_TANGENT, func.linearize),
-    "vmap of grad": (NO_BACKWARD, lambda f, q: torch.vmap(func.grad(f))(q[None])),
-    "grad of vmap": (
-        NO_BACKWARD,
-        lambda f, q: func.grad(lambda x: torch.vmap(f)(x).sum())(q[None]),
-    ),
-}
-NOT_OF_COMPILED = ("linearize",)  # torch.compile itself refuses that
-
-
-@pytest.fixture
-def sum_of_outputs() -> tuple[Callable, torch.Tensor]:
-    """A function of q that returns a number, and q."""
-    q, k, v = (t.float() for t in make_inputs())
-    return lambda x: attention(x, k, v, step=OLDEST.name).sum(), q
-
-
-@pytest.mark.parametrize("way", DERIVATIVES)
-def test_every_way_to_a_derivative_is_refused(way: str, sum_of_outputs) -> None:
-    message, differentiate = DERIVATIVES[way]
-    with pytest.raises(UsageError) as error:
-        differentiate(*sum_of_outputs)
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize("is_warm", [False, True])
-@pytest.mark.parametrize("way", [way for way in DERIVATIVES if way not in NOT_OF_COMPILED])
-def test_a_derivative_of_what_is_compiled_is_refused(way: str, is_warm, sum_of_outputs) -> None:
-    """Where torch.compile notices first, its error contains our message."""
-    message, differentiate = DERIVATIVES[way]
-    function, q = sum_of_outputs
-    torch.compiler.reset()
-    compiled = torch.compile(function, backend="aot_eager")
-    if is_warm:
-        compiled(q)
-    with pytest.raises((UsageError, TorchRuntimeError), match=re.escape(message)):
-        differentiate(compiled, q)
-
-
-@pytest.mark.parametrize("way", ["grad", "jvp", "jacfwd", "hessian", "vmap of grad"])
-def test_a_compiled_derivative_is_refused(way: str, sum_of_outputs) -> None:
-    message, differentiate = DERIVATIVES[way]
-    function, q = sum_of_outputs
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: differentiate(function, x), backend="aot_eager")
-    with pytest.raises(TorchRuntimeError, match=re.escape(message)):
-        compiled(q)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_any_input_and_the_operator_itself(name: str) -> None:
-    inputs = dict(zip("qkv", make_inputs(), strict=True))
-    calls = [attention, lambda **inputs: op.forward(*inputs.values(), False, None, None)]
-    for call in calls:
-        with pytest.raises(UsageError, match=f"^{name} requires grad"):
-            call(**inputs | {name: requires_grad(inputs[name])})
-        with pytest.raises(UsageError, match=f"^{name} has a tangent"):
-            dual(lambda t, call=call: call(**inputs | {name: t}), inputs[name])
-
-
-def test_a_subclass_that_requires_grad_is_refused() -> None:
-    """The tensor that it wraps does not require grad."""
-
-    class Wrapper(torch.Tensor):
-        @staticmethod
-        def __new__(cls, wrapped: torch.Tensor) -> Wrapper:
-            self = torch.Tensor._make_wrapper_subclass(
-                cls, wrapped.shape, dtype=wrapped.dtype, requires_grad=wrapped.requires_grad
-            )
-            self.wrapped = wrapped.detach()
-            return self
-
-        @classmethod
-        def __torch_dispatch__(cls, function, types, args, kwargs=None):
-            return function(*(t.wrapped if isinstance(t, cls) else t for t in args))
-
-    q, k, v = make_inputs()
-    assert torch.equal(attention(Wrapper(q), k, v), attention(q, k, v))
-    with pytest.raises(UsageError, match="q requires grad"):
-        attention(Wrapper(requires_grad(q)), k, v)
-
-
-def test_where_no_derivative_is_computed(sum_of_outputs) -> None:
-    function, q = sum_of_outputs
-    expected = function(q)
-    with torch.no_grad():
-        assert function(requires_grad(q)) == expected
-    with torch.inference_mode():
-        assert function(requires_grad(q)) == expected
-    assert function(requires_grad(q).detach()) == expected
-    torch.compiler.reset()
-    compiled = torch.compile(function, backend="aot_eager")
-    with torch.no_grad():
-        assert compiled(requires_grad(q)) == expected
-    # In a differentiated function, a factor that does not depend on what it is differentiated by.
-    for constant in (
-        lambda x: function(q),
-        lambda x: function(x.detach()),
-        torch.no_grad()(function),
-    ):
-        gradient = func.grad(lambda x, constant=constant: constant(x) * x.sum())(q)
-        assert torch.equal(gradient, expected.expand_as(q))
-    value, tangent = func.jvp(lambda x: function(x.detach()) * x.sum(), (q,), (q,))
-    assert (value, tangent) == (expected * q.sum(), expected * q.sum())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -305,8 +183,41 @@ def test_meta_tensors_give_meta_outputs(layout) -> None:
     for meta, real in zip(outputs, attention(*inputs, return_lse=True), strict=True):
         assert meta.device.type == "meta"
         assert (meta.shape, meta.stride(), meta.dtype) == (real.shape, real.stride(), real.dtype)
+    gradients = op.backward(*metas, *outputs, metas[0], False, None, None, False)
+    expected = op.backward(*make_backward_inputs(layout=layout), False, None, None, False)
+    for meta, real in zip(gradients, expected, strict=True):
+        assert meta.device.type == "meta"
+        assert (meta.shape, meta.stride(), meta.dtype) == (real.shape, real.stride(), real.dtype)
     with pytest.raises(UsageError, match="must have the same batch and head_dim"):
         attention(metas[0][..., :32], *metas[1:])
+
+
+BAD_FOR_BACKWARD = {
+    "lse's dtype": ("lse", lambda t: t.bfloat16(), "lse must be float32, not torch.bfloat16"),
+    "lse's shape": (
+        "lse",
+        lambda t: t[..., 1:],
+        r"lse must be of shape \[1, 2, 9\], not \[1, 2, 8",
+    ),
+    "o's shape": ("o", lambda t: t[:, :1], r"o must be of shape \[1, 2, 9, 64\], not \[1, 1, 9"),
+    "o's last axis": ("o", lambda t: t.mT.contiguous().mT, "the last dimension of o must be"),
+    "dout's dtype": (
+        "dout",
+        lambda t: t.half(),
+        r"q, k, v, o and dout must have the same dtype: q torch\.bfloat16, .*dout torch\.float16",
+    ),
+    "devices": ("lse", lambda t: t.to("meta"), "q, k, v, o, lse and dout must have the same dev"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FOR_BACKWARD)
+def test_what_cannot_be_of_one_forward_pass(name: str) -> None:
+    changed, change, message = BAD_FOR_BACKWARD[name]
+    names = ("q", "k", "v", "o", "lse", "dout")
+    inputs = dict(zip(names, make_backward_inputs(), strict=True))
+    inputs[changed] = change(inputs[changed])
+    with pytest.raises(UsageError, match=message):
+        op.backward(*inputs.values(), False, None, None, False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -331,8 +242,6 @@ def test_autocast_as_sdpa_follows_it(dtype: torch.dtype, device: str) -> None:
         assert scaled_dot_product_attention(*doubles, enable_gqa=True).dtype == torch.float64
         with pytest.raises(UsageError, match=r"not torch\.float64"):
             attention(*doubles)
-        with pytest.raises(UsageError, match="q requires grad"):
-            attention(requires_grad(inputs[0][0]), *inputs[0][1:])
 
 
 def test_what_cannot_run_is_told_while_compiling() -> None:
@@ -349,7 +258,7 @@ def prepared(monkeypatch) -> list:
     steps = []
     prepare = op._prepare
     monkeypatch.setattr(op, "_calls", cache.Cache())
-    monkeypatch.setattr(op, "_prepare", lambda *given: steps.append(given[-1]) or prepare(*given))
+    monkeypatch.setattr(op, "_prepare", lambda *given: steps.append(given[3]) or prepare(*given))
     return steps
 
 
@@ -538,5 +447,5 @@ def test_a_backend_that_cannot_be_made_is_tried_again(fake_backend, monkeypatch)
 
 def test_an_empty_catalog_is_named(fake_backend, monkeypatch) -> None:
     monkeypatch.setattr(op, "all_steps", lambda: ())
-    with pytest.raises(UsageError, match=r"^there is no step in .*steps: restore it"):
+    with pytest.raises(UsageError, match=r"^there is no step of forward in .*steps: restore"):
         attention(*make_inputs())

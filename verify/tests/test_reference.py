@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from verify import reference
-from verify.reference import attention_in_dtype, attention_reference
+from verify.reference import attention_in_dtype, attention_reference, gradients_reference
 
 SHAPES = [  # batch, heads, kv_heads, seq_q, seq_k, head_dim
     (1, 1, 1, 1, 1, 8),
@@ -121,3 +121,38 @@ def test_yardstick_errs_by_its_dtype(dtype):
     assert rounded.dtype == dtype
     relative = ((rounded - exact).norm() / exact.norm()).item()
     assert 0.1 < relative / (torch.finfo(dtype).eps / 2) < 10
+
+
+class OfTheOracles(torch.autograd.Function):
+    """attention_reference's o, whose gradients are those of gradients_reference."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, softmax_scale):
+        ctx.arguments = {"causal": causal, "softmax_scale": softmax_scale}
+        o, lse = attention_reference(q, k, v, **ctx.arguments)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, dout):
+        return *gradients_reference(*ctx.saved_tensors, dout, **ctx.arguments), None, None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)  # in the last one, rows see no key
+def test_the_gradients_are_those_of_the_oracle(shape, causal):
+    inputs = [t.requires_grad_() for t in random_inputs(*shape)]
+    torch.autograd.gradcheck(OfTheOracles.apply, (*inputs, causal, 0.4))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(2, 4, 2, 33, 65, 64), (1, 2, 2, 50, 50, 40)])
+def test_the_gradients_agree_with_torch(shape, causal):
+    q, k, v = (t.requires_grad_() for t in random_inputs(*shape))
+    mask = torch.ones(shape[3:5], dtype=torch.bool).tril(shape[4] - shape[3]) if causal else None
+    o = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.2, enable_gqa=True)
+    dout = torch.randn(o.shape, generator=torch.Generator().manual_seed(0), dtype=o.dtype)
+    found = torch.autograd.grad(OfTheOracles.apply(q, k, v, causal, 0.2), (q, k, v), dout)
+    expected = torch.autograd.grad(o, (q, k, v), dout)
+    for gradient, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-12)

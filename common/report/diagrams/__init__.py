@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from . import ampere, blocks, hopper, softmax
+from . import ampere, backward, blocks, hopper, softmax
 from .svg import files
 
 
 def figures() -> dict[str, str]:
     """SVG text by the file name in figures/."""
-    return files(softmax.figures() | blocks.figures() | ampere.figures() | hopper.figures())
+    modules = softmax, blocks, ampere, hopper, backward
+    return files({name: one for module in modules for name, one in module.figures().items()})
