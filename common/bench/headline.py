@@ -9,6 +9,7 @@ baseline            the step before; for an experiment, the step that it changes
 peak_memory_bytes   what one call takes beyond the operation's inputs: its outputs and workspace; of
                     a peer that differentiates its own forward, also what that has saved
 memory              the same over the sequence length
+naive_memory        likewise, of torch's unfused code: what its forward saves for backward included
 least_bytes         what the step must move through global memory: inputs and outputs once, its
                     workspace once written and once read
 code_sha256         of the step's code and its headers', without comments
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from pathlib import Path
 import torch
 
 from verify.case import Case
+from verify.inputs import Inputs
 from verify.reference import oracle_of, yardstick_of
 
 from ..catalog import all_steps, step_before
@@ -41,7 +43,7 @@ from ..runtime.gpu import GpuBackend
 from ..runtime.launch import evaluate
 from ..step import Step, read_step
 from .device_state import NOT_COLLECTED, git_state, versions
-from .peers import Peer, load
+from .peers import NAIVE, Peer, load, load_peer
 from .timing import time_rounds
 from .trial import Trial, errors_of, new_run, peak_memory, try_peers, try_steps
 
@@ -111,7 +113,7 @@ def _measure_together(operation: Operation, candidates: Sequence[Candidate]) -> 
     described = [
         {
             **_description(candidate, backend, case),
-            "memory": _memory_over_seq(backend, candidate.step, case),
+            "memory": _memory_over_seq(backend, case, partial(_step_memory, candidate.step)),
         }
         for candidate in candidates
     ]
@@ -122,6 +124,7 @@ def _measure_together(operation: Operation, candidates: Sequence[Candidate]) -> 
         "shape": case.problem.as_record(),
         "flops": operation.flops(case.problem),
         "torch_errors": errors_of(operation, yardstick, oracle),
+        "naive_memory": _memory_over_seq(backend, case, _naive_memory),
     }
 
     rounds = time_rounds({name: trial.call for name, trial in trials.items()})
@@ -204,26 +207,40 @@ def _dtype(operand: Operand, case: Case) -> torch.dtype:
     return case.dtype if operand.strided else torch.float32
 
 
-def _memory_over_seq(backend: GpuBackend, step: Step, case: Case) -> list[dict]:
-    """Peak memory of the case with other sequence lengths."""
+def _memory_over_seq(
+    backend: GpuBackend, case: Case, measure: Callable[[GpuBackend, Case, Inputs], int]
+) -> list[dict]:
+    """Peak memory of the case with other sequence lengths, in bytes, as measure says."""
     entries = []
     for seq in MEMORY_SEQS:
-        sizes = asdict(replace(case.shape, seq_q=seq, seq_k=seq))
-        inputs = (
+        longer = replace(case, shape=replace(case.shape, seq_q=seq, seq_k=seq))
+        sizes = asdict(longer.shape)
+        inputs = tuple(
             torch.zeros(
                 [sizes[axis] for axis in operand.axes],
                 dtype=_dtype(operand, case),
                 device=backend.device,
             )
-            for operand in step.operation.inputs
+            for operand in case.operation.inputs
         )
         try:
-            _, size = peak_memory(partial(run, backend, step, *inputs, **case.arguments))
-            entries.append({"seq": seq, "bytes": size})
+            entries.append({"seq": seq, "bytes": measure(backend, longer, inputs)})
         except UsageError as error:
             entries.append({"seq": seq, "bytes": None, "reason": str(error)})
-    torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     return entries
+
+
+def _step_memory(step: Step, backend: GpuBackend, case: Case, inputs: Inputs) -> int:
+    return peak_memory(partial(run, backend, step, *inputs, **case.arguments))[1]
+
+
+def _naive_memory(backend: GpuBackend, case: Case, inputs: Inputs) -> int:
+    """Raises UsageError where it does not fit."""
+    peer = load_peer(NAIVE, case.operation, inputs, causal=case.causal)
+    if isinstance(peer, str):
+        raise UsageError(peer)
+    return peer.held_bytes + peak_memory(peer.call)[1]
 
 
 def _baseline(baseline: Step | None, outcomes: dict[str, dict]) -> dict | None:

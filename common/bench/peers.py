@@ -28,6 +28,15 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of an operation in its orde
 Attention = Callable[..., torch.Tensor]  # of q, k and v
 
 
+NAIVE = "sdpa_math"  # holds all scores
+SDPA = {
+    NAIVE: SDPBackend.MATH,
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+FLASH_ATTENTION_3 = "flash_attention_3"
+
+
 @dataclass(frozen=True)
 class Peer:
     """call() computes the operation it was loaded for; route says which code that runs.
@@ -45,45 +54,42 @@ def load(
     operation: Operation, inputs: Inputs, *, causal: bool, without: Collection[str] = ()
 ) -> dict[str, Peer | str]:
     """Every peer but those named in without, ready to run on the inputs, or why it is missing."""
-    cudnn = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0
+    names = [name for name in (*SDPA, FLASH_ATTENTION_3) if name not in without]
+    return {name: load_peer(name, operation, inputs, causal=causal) for name in names}
+
+
+def load_peer(name: str, operation: Operation, inputs: Inputs, *, causal: bool) -> Peer | str:
+    """One peer, ready to run on the inputs, or why it is missing."""
     sdpa, flash_attention_3 = LOADERS[operation]
-    loaders = {
-        "sdpa_math": partial(sdpa, SDPBackend.MATH, "math"),
-        "sdpa_flash": partial(sdpa, SDPBackend.FLASH_ATTENTION, "FlashAttention-2"),
-        "sdpa_cudnn": partial(
-            sdpa,
-            SDPBackend.CUDNN_ATTENTION,
-            f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
-        ),
-        "flash_attention_3": flash_attention_3,
-    }
-    peers: dict[str, Peer | str] = {}
-    for name, loader in loaders.items():
-        if name in without:
-            continue
-        try:
-            peer = loader(*inputs, causal=causal)
-            peer.call()  # some refuse the device, the shape or the memory only when they run
-            torch.cuda.synchronize()
-            peers[name] = peer
-        except (ImportError, OSError, RuntimeError, AttributeError) as error:
-            peers[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return peers
+    loader = flash_attention_3 if name == FLASH_ATTENTION_3 else partial(sdpa, SDPA[name])
+    try:
+        peer = loader(*inputs, causal=causal)
+        peer.call()  # some refuse the device, the shape or the memory only when they run
+        torch.cuda.synchronize()
+        return peer
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _sdpa(backend: SDPBackend, what: str, q, k, v, *, causal: bool) -> Peer:
+def _sdpa(backend: SDPBackend, q, k, v, *, causal: bool) -> Peer:
     attention = _pinned_sdpa(backend, q.shape, k.shape, causal)
-    return Peer(partial(attention, q, k, v), _sdpa_route(what))
+    return Peer(partial(attention, q, k, v), _sdpa_route(backend))
 
 
-def _sdpa_backward(backend: SDPBackend, what: str, q, k, v, o, lse, dout, *, causal: bool) -> Peer:
+def _sdpa_backward(backend: SDPBackend, q, k, v, o, lse, dout, *, causal: bool) -> Peer:
     attention = _pinned_sdpa(backend, q.shape, k.shape, causal)
     call, held_bytes = _gradients(attention, q, k, v, o, lse, dout)
-    return Peer(call, _sdpa_route(what), held_bytes)
+    return Peer(call, _sdpa_route(backend), held_bytes)
 
 
-def _sdpa_route(what: str) -> str:
-    return f"torch {torch.__version__}, {what}"
+def _sdpa_route(backend: SDPBackend) -> str:
+    cudnn = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0
+    what = {
+        SDPBackend.MATH: "math",
+        SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
+        SDPBackend.CUDNN_ATTENTION: f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
+    }
+    return f"torch {torch.__version__}, {what[backend]}"
 
 
 def _pinned_sdpa(

@@ -35,7 +35,7 @@ from .record_set import NOT_MEASURED, Ladder, RecordSet, load_record_set
 from .timeline_plot import render_timelines
 
 REQUIRED_TABLES = {
-    "README.md": ("results", "grid"),
+    "README.md": ("results", "grid", "results b"),
     "worklog.md": (
         "results",
         "memory",
@@ -45,6 +45,10 @@ REQUIRED_TABLES = {
         "grid",
         "distributions",
         "latency",
+        "results b",
+        "memory b",
+        "peers b",
+        "grid b",
     ),
 }
 

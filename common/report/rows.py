@@ -79,14 +79,17 @@ def peers(ladder: Ladder) -> list[Row]:
 def memory(ladder: Ladder) -> list[Row]:
     """One row per sequence length: the peak memory of some steps, the last's saving over the first.
 
-    The steps are those that hold all scores, then the latest that does not; None does not fit. No
-    saving where none holds them.
+    The steps are those that hold all scores, where there is none torch's unfused code, then the
+    latest that does not; None does not fit.
     """
     curves = {
         name: {entry["seq"]: entry["bytes"] for entry in record["memory"]}
         for name, record in ladder.measured.records.items()
         if name not in ladder.measured.stale
     }
+    if ladder.newest and not any(map(_holds_scores, curves.values())):
+        naive = ladder.newest.get("naive_memory", [])
+        curves = {"sdpa_math": {entry["seq"]: entry["bytes"] for entry in naive}} | curves
     materialising = [name for name, curve in curves.items() if _holds_scores(curve)]
     fused = [name for name in curves if name not in materialising][-1:]
     if not fused:

@@ -50,6 +50,9 @@ def memory(monkeypatch, tmp_path) -> list:
             "flash_attention_3": "not installed",
         }
 
+    def load_peer(name, operation, inputs, *, causal):
+        return load(operation, inputs, causal=causal)[name]
+
     def peak_memory(call):
         called.append(call)
         return call(), 100
@@ -62,6 +65,7 @@ def memory(monkeypatch, tmp_path) -> list:
     monkeypatch.setattr(headline, "PROFILES_DIR", tmp_path)
     monkeypatch.setattr(headline, "MEMORY_SEQS", (8, 16))
     monkeypatch.setattr(headline, "load", load)
+    monkeypatch.setattr(headline, "load_peer", load_peer)
     monkeypatch.setattr(headline, "versions", lambda: {"device": "NVIDIA H200"})
     for module in (headline, trial):
         monkeypatch.setattr(module, "peak_memory", peak_memory)
@@ -90,6 +94,7 @@ def test_record(memory, tmp_path, name, operation, least_bytes):
     assert peers["flash_attention_3"] == {"missing": "not installed"}
     assert (record["peak_memory_bytes"], peers["sdpa_math"]["peak_memory_bytes"]) == (100, 1100)
     assert record["memory"] == [{"seq": 8, "bytes": 100}, {"seq": 16, "bytes": 100}]
+    assert record["naive_memory"] == [{"seq": 8, "bytes": 1100}, {"seq": 16, "bytes": 1100}]
     assert record["least_bytes"] >= least_bytes  # and the workspace
 
 

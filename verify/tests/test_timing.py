@@ -33,7 +33,7 @@ def test_a_causal_mask_ends_with_the_last_key(causal, seq_q, kv_heads):
         for heads, seq in ((4, seq_q), (kv_heads, 64), (kv_heads, 64))
     )
     expected, _ = attention_reference(q, k, v, causal=causal, softmax_scale=32**-0.5)
-    peer = _sdpa(SDPBackend.MATH, "math", q, k, v, causal=causal)
+    peer = _sdpa(SDPBackend.MATH, q, k, v, causal=causal)
     assert (peer.call() - expected).abs().max() < 1e-5
 
 
@@ -51,7 +51,7 @@ def make_backward(
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_are_those_of_the_operation(causal, seq_q, kv_heads):
     case, inputs = make_backward(seq_q, kv_heads, "cpu", torch.float32, causal)
-    peer = _sdpa_backward(SDPBackend.MATH, "math", *inputs, causal=causal)
+    peer = _sdpa_backward(SDPBackend.MATH, *inputs, causal=causal)
     for _ in range(2):  # what forward saved is kept
         for got, expected in zip(
             peer.call(), gradients_reference(*inputs, **case.arguments), strict=True
@@ -65,7 +65,7 @@ def test_what_forward_has_saved_is_held(monkeypatch):
     o, lse = inputs[3:5]
     allocated = iter([1000, 1000 + o.nbytes + lse.nbytes + 4096])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
-    peer = _sdpa_backward(SDPBackend.MATH, "math", *inputs, causal=False)
+    peer = _sdpa_backward(SDPBackend.MATH, *inputs, causal=False)
     assert peer.held_bytes == 4096
     monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 100))
     oracle = gradients_reference(*inputs, causal=False, softmax_scale=64**-0.5)
