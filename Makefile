@@ -29,7 +29,7 @@ CXX_FILES = $$(find steps common verify -name '*.cu' -o -name '*.cuh' -o -name '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup step check bench profile compare worklog test lint clean
+.PHONY: help setup step check bench profile train compare worklog test lint clean
 
 help:  ## this list
 	@echo 'Usage: make TARGET [PYTHON=python3]'
@@ -107,6 +107,9 @@ bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the e
 
 profile: $(READY)  ## N=4, N="4 5": registers, instructions and bank conflicts of these steps; on a GPU also ncu's counters and, of v09 and v10, a timeline
 	$(PY) -m common profile $(N)
+
+train: $(READY)  ## on a GPU, in minutes: train a GPT on attention() and on torch's SDPA; without one, some steps of a tiny one
+	$(PY) -m common train
 
 compare: $(READY)  ## N=8 M=9: the diff of two steps, and from profiles/ what changes with it: time, counters, resources
 	$(PY) -m common compare $(N) $(M)

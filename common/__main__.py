@@ -34,6 +34,7 @@ def _main(arguments: list[str] | None) -> int:
     bench.add_argument("--grid", action="store_true", help="over a grid of shapes")
     bench.add_argument("--distributions", action="store_true", help="on many kinds of inputs")
     bench.add_argument("--latency", action="store_true", help="what small calls cost")
+    commands.add_parser("train", help="train a GPT on attention() and on torch's")
     compare = commands.add_parser("compare", help="diff of two steps, and what it changes")
     compare.add_argument("first")
     compare.add_argument("second")
@@ -75,12 +76,15 @@ def _run(options: argparse.Namespace) -> int:
         bench_latency,
         profile,
         run_steps,
+        train,
     )
 
     if options.command == "step":
         return run_steps(options.names)
     if options.command == "profile":
         return profile(options.names)
+    if options.command == "train":
+        return train()
     if options.latency:
         return bench_latency()
     if options.distributions:

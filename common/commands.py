@@ -1,4 +1,4 @@
-"""What `make step`, `make bench` and `make profile` do."""
+"""What `make step`, `make bench`, `make profile` and `make train` do."""
 
 from __future__ import annotations
 
@@ -147,6 +147,22 @@ def bench_latency() -> int:
 
     print(tables.latency(_after_recording(measure_latency())))
     _report_regenerated()
+    return 0
+
+
+def train() -> int:
+    """Trains a GPT on attention() and on torch's; without a GPU a tiny one, for some steps."""
+    from .bench.train import TINY_PLAN, measure_training, try_training
+    from .bench.trainer import require_agreement
+
+    if torch.cuda.is_available():
+        record_set = _after_recording(measure_training())
+        print(terminal.training(record_set.training.record))
+        _report_regenerated()
+        return 0
+    losses = try_training()
+    print(f"{terminal.losses(losses)}\n\nNothing is recorded, as there is no CUDA device.")
+    require_agreement(TINY_PLAN, losses)
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 
@@ -112,9 +112,12 @@ GRID_BACKWARD = GRID_OVER_LENGTHS | {
     name: GRID[name] for name in ("d96_4096", "d96_causal_4096", "d192_4096", "d192_causal_4096")
 }
 
-# Kinds of inputs, which verify/inputs.py defines. Of the normal ones by the logits' deviation.
+# Kinds of inputs, which verify/inputs.py draws. Of the normal ones by the logits' deviation.
 NORMAL = {f"normal_{std}": std for std in (1, 2, 4, 8, 16)}
 INPUTS = (*NORMAL, "later_keys_larger", "own_key", "first_key_sink", "equal_keys")
+# And what `make train` keeps of a model, of this shape: one head of each layer.
+TRAINED = "trained"
+TRAINED_SHAPE = Shape(1, 6, 6, 1024, 1024, 64)
 
 
 def _distributions() -> Iterator[tuple[str, tuple[Problem, str]]]:
@@ -126,6 +129,12 @@ def _distributions() -> Iterator[tuple[str, tuple[Problem, str]]]:
         shape = Shape(TOKENS // seq, heads, heads, seq, seq, head_dim)
         name = f"d{head_dim}{'_causal' if causal else ''}_{dtype}_{inputs}"
         yield name, (Problem(shape, dtype, causal), inputs)
+    # Repeated until there are as many rows of K, about, as in the cells above.
+    rows = TOKENS * HIDDEN // TRAINED_SHAPE.head_dim
+    shape = replace(TRAINED_SHAPE, batch=rows // (TRAINED_SHAPE.heads * TRAINED_SHAPE.seq_k))
+    for dtype in ("bf16", "fp16"):
+        name = f"d{shape.head_dim}_causal_{dtype}_{TRAINED}"
+        yield name, (Problem(shape, dtype, causal=True), TRAINED)
 
 
 DISTRIBUTIONS = dict(_distributions())  # by a cell's name: the problem and the kind of inputs

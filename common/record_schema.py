@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .operation import FORWARD, Operation, operation_of
+from .operation import BACKWARD, FORWARD, Operation, operation_of
 
 NUMBER = (int, float)
 # The events of a tile in a timeline.
@@ -21,6 +21,7 @@ CONSUMER_EVENTS = ("start S", "end S", "end softmax", "start PV", "end PV")
 OUTPUT_EVENTS = ("start O", "end O")  # after the last tile of a work tile
 TIMELINE_TILES = 6  # shown by its diagram
 SHARES = ("rescaled", "redone")  # of the work tiles
+TRAININGS = ("ours", "sdpa")
 EACH = object()  # stands for all keys of a dict that the form does not name
 
 
@@ -92,6 +93,20 @@ def _latency_cell(value: object) -> bool:
     if find_error(value, _LATENCY_CELL):
         return False
     return value["device_us"].keys() == value["host_us"].keys()
+
+
+def _of_each_training(value: object) -> bool:
+    """As many numbers of one as of the other."""
+    if find_error(value, dict.fromkeys(TRAININGS, _some([_positive]))):
+        return False
+    return len({len(value[name]) for name in TRAININGS}) == 1
+
+
+def _forward_and_backward(value: object) -> bool:
+    """The hashes of a step of each operation."""
+    if find_error(value, {EACH: _CODE}):
+        return False
+    return [operation_of(name) for name in value] == [FORWARD, BACKWARD]
 
 
 _MAYBE = (*NUMBER, type(None))
@@ -244,6 +259,24 @@ LATENCY_RECORD = {
     "sources": lambda value: find_error(value, {EACH: _CODE}) is None and len(value) == 1,
     "host": {EACH: str},
     "cells": _some([_latency_cell]),
+}
+
+_TRAINING = {
+    "route": str,
+    **dict.fromkeys(("loss", "held_out_loss", "ms_per_step"), _positive),
+    "peak_memory_bytes": NUMBER,
+}
+_CONFIG = ("layers", "heads", "head_dim", "context", "batch", "steps", "window", "parameters")
+TRAIN_RECORD = {
+    "run": str,
+    "device": str,
+    "environment": _ENVIRONMENT,
+    "sources": _forward_and_backward,
+    "text": {**dict.fromkeys(("files", "bytes", "held_out"), _count), "sha256": str},
+    "config": dict.fromkeys(_CONFIG, _count),
+    **dict.fromkeys(TRAININGS, _TRAINING),
+    "losses": _of_each_training,
+    "step_ms": _of_each_training,
 }
 
 

@@ -5,7 +5,8 @@ experiments/vNN_what.json that of a variant; grid.json and, of the backward ladd
 grid_backward.json are of many shapes (grid.py), distributions.json is of many kinds of inputs
 (distributions.py), and beside each of these lies, as grid_previous.json, the run before, if that
 was of the same sources; timelines/vNN.json has the clocks of a pipeline (timeline.py); latency.json
-is what small calls cost (latency.py); profiles/static/vNN.json is what is known without a GPU
+is what small calls cost (latency.py), train.json how a model was trained on attention() (train.py),
+whose q, k and v are in trained.npz; profiles/static/vNN.json is what is known without a GPU
 (static_analysis.py).
 """
 
@@ -31,6 +32,8 @@ HEADLINE_GPU = "h200"  # the folder whose records README.md and worklog.md show
 # In the folder of a GPU.
 DISTRIBUTIONS_FILE = "distributions.json"
 LATENCY_FILE = "latency.json"
+TRAIN_FILE = "train.json"
+TRAINED_FILE = "trained.npz"  # of common/trained_inputs.py
 
 # The files whose code a repeated call of attention() runs on the host.
 _HOST_FILES = (
@@ -75,12 +78,12 @@ def is_stale(record: dict, step: Step) -> bool:
     return record["code_sha256"] != step.code_sha256
 
 
-def write_atomically(path: Path, content: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces a file atomically: whatever interrupts this, it holds the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(content, encoding="utf-8")
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

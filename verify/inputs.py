@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.problem import NORMAL
+from common.trained_inputs import TrainedInputs
 
 if TYPE_CHECKING:
     from verify.case import Case
@@ -291,6 +292,17 @@ def equal_keys(case: Case, rng: torch.Generator) -> Inputs:
     """All keys of a head are equal: o is the mean of the visible rows of v, whatever the query."""
     q, k, v = normal(case, rng)
     return q, k[:, :, :1].expand(case.shape.kv), v
+
+
+def trained(kept: TrainedInputs) -> Callable[[Case, torch.Generator], Inputs]:
+    """What `make train` has kept, in each sequence of the batch the same; the rest of the shape is
+    common.problem.TRAINED_SHAPE.
+    """
+
+    def inputs(case: Case, rng: torch.Generator) -> Inputs:
+        return tuple(x.to(rng.device).float().expand(case.shape.q) for x in kept.tensors)
+
+    return inputs
 
 
 # What common.problem.INPUTS names.

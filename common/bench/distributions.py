@@ -4,8 +4,9 @@ The record's keys are those of headline.py and, of a cell, of cells.py, but for 
 
 sources    the hashes of each step that was measured
 repairs    the step whose repairs were counted, and the hash of the patched source; or null
+trained    the run of the train.json whose inputs were measured, too; or null
 cells      in the order of common.problem.DISTRIBUTIONS
-inputs     of a cell: a key of verify.inputs.DISTRIBUTIONS
+inputs     of a cell: a key of verify.inputs.DISTRIBUTIONS, or "trained"
 rescaled   of a cell: the share of the work tiles in which some row was rescaled, or null
 redone     of a cell: the share of those in which some tile of S was computed again, or null
 
@@ -16,6 +17,7 @@ distributions_previous.json.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,17 +29,18 @@ from tqdm import tqdm
 from verify.accuracy import Expected, expect
 from verify.case import Case
 from verify.inputs import DISTRIBUTIONS as INPUTS
-from verify.inputs import Inputs
+from verify.inputs import Inputs, trained
 
 from ..catalog import find_step
 from ..errors import UsageError
 from ..operation import SIZES
-from ..problem import DISTRIBUTIONS
+from ..problem import DISTRIBUTIONS, TRAINED
 from ..record_schema import DISTRIBUTIONS_RECORD, SHARES
 from ..records import (
     DISTRIBUTIONS_FILE,
     PROFILES_DIR,
     SCHEMA,
+    TRAINED_FILE,
     gpu_folder,
     write_record,
 )
@@ -45,6 +48,7 @@ from ..runtime.backend import Backend, empty_outputs
 from ..runtime.gpu import GpuBackend
 from ..runtime.launch import LaunchDescriptor
 from ..step import Step
+from ..trained_inputs import TrainedInputs, read_trained
 from .cells import build_all, keep_previous, measure_cell, steps_from
 from .device_state import git_state, versions
 from .trial import errors_of, require_right
@@ -56,10 +60,27 @@ SEED = 0
 BITS = dict(zip(SHARES, (1, 2), strict=True))
 PRODUCER_WARPS = 4  # the block's last warps, which compute nothing
 
-CELLS = tuple(
-    replace(Case.of(name, problem), inputs=INPUTS[inputs])
-    for name, (problem, inputs) in DISTRIBUTIONS.items()
-)
+
+def cases_with(kept: TrainedInputs | None) -> tuple[Case, ...]:
+    """The case of each cell; without trained inputs, of the other cells."""
+    kinds = INPUTS | ({TRAINED: trained(kept)} if kept else {})
+    return tuple(
+        replace(Case.of(name, problem), inputs=kinds[inputs])
+        for name, (problem, inputs) in DISTRIBUTIONS.items()
+        if inputs in kinds
+    )
+
+
+def find_trained(folder: Path) -> TrainedInputs | None:
+    """The trained inputs in the folder of a GPU; None, which stderr says, where there are none.
+
+    Raises UsageError where their file is damaged.
+    """
+    path = folder / TRAINED_FILE
+    if path.is_file():
+        return read_trained(path)
+    print(f"note: trained inputs are left out, no {path}: make train first", file=sys.stderr)
+    return None
 
 
 def repairs_patch(step: Step) -> Path:
@@ -70,24 +91,29 @@ def repairs_patch(step: Step) -> Path:
 def measure_distributions() -> Path:
     """Measures all cells and writes their record; returns its path.
 
-    Raises UsageError where a step cannot be compiled, where no step runs in a cell, or where a step
-    or a peer is wrong there.
+    Raises UsageError where the trained inputs are damaged, where a step cannot be compiled, where
+    no step runs in a cell, or where a step or a peer is wrong there.
     """
     backend = GpuBackend()
+    found = versions()
+    folder = PROFILES_DIR / gpu_folder(found["device"])
+    kept = find_trained(folder)
+    cases = cases_with(kept)
     steps = steps_from(FIRST_STEP)
     patched = patched_step(steps)
     count = patched and partial(count_repairs, GpuBackend(poison=True), patched)
-    build_all(backend, [*steps, patched] if patched else steps, CELLS)
+    build_all(backend, [*steps, patched] if patched else steps, cases)
     record = {
         "schema": SCHEMA,
         "git": git_state(),
-        **versions(),
+        **found,
         "sources": {step.name: {"code_sha256": step.code_sha256} for step in steps},
         "repairs": patched and {"step": patched.name, "code_sha256": patched.code_sha256},
+        "trained": kept and kept.run,
     }
-    progress = tqdm(CELLS, "distributions", unit="cell", leave=False, disable=None)
+    progress = tqdm(cases, "distributions", unit="cell", leave=False, disable=None)
     record["cells"] = [measure_inputs(backend, steps, case, count) for case in progress]
-    path = PROFILES_DIR / gpu_folder(record["device"]) / DISTRIBUTIONS_FILE
+    path = folder / DISTRIBUTIONS_FILE
     keep_previous(path, DISTRIBUTIONS_RECORD, record["sources"])
     write_record(path, record)
     return path

@@ -15,6 +15,7 @@
     distributions.d64_causal_fp16_normal_4.rescaled      a share of a cell
     v06.sass.attention_forward.HMMA      one of derived.static_derived
     v06.banks.ldmatrix_x4.conflicts
+    train.ours.loss, train.sdpa.ms_per_step              of the training on attention(), on torch's
 
 A dotted path walks through the record's JSON and the numbers derived from it; "sass" and "banks"
 lead to the static record of the step or experiment. What has no record, or one whose source has
@@ -33,7 +34,7 @@ from ..operation import FORWARD, OPERATIONS
 from ..problem import DISTRIBUTIONS
 from ..record_schema import SHARES
 from .derived import derived, static_derived
-from .record_set import NOT_MEASURED, STALE, RecordSet
+from .record_set import NOT_MEASURED, STALE, RecordSet, Whole
 
 _TOKEN = re.compile(r"\s*([a-z_][\w.]*|\d+(?:\.\d+)?|[-+*/()])\s*")
 _PRECEDENCE = ({"+": operator.add, "-": operator.sub}, {"*": operator.mul, "/": operator.truediv})
@@ -43,7 +44,7 @@ _PEERS = {operation.named("peers"): operation for operation in OPERATIONS.values
 _CELLS = {each.named("grid"): (each, each.grid) for each in OPERATIONS.values()} | {
     "distributions": (FORWARD, DISTRIBUTIONS)
 }
-_TIMES = {"time_ms", "time_p25_ms", "time_p75_ms", "tflops"}
+_TIMES = {"time_ms", "time_p25_ms", "time_p75_ms", "tflops", "ms_per_step"}
 
 
 class _Unavailable(Exception):
@@ -141,6 +142,8 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
         return _cell_number(record_set, name, keys, text)
     if name in _PEERS:
         return _walk(record_set.of(_PEERS[name]).newest, derived, ["peers", *keys], text)
+    if name == "train":
+        return _training_number(record_set.training, keys, text)
     sources, recorded, derive = record_set.steps, record_set.measured, derived
     if name == "experiments" and keys:
         name = keys.pop(0)
@@ -181,6 +184,12 @@ def _cell_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -
     if error:
         return _Value(cell["errors"][name][operation.outputs[0].name])
     return _Value(rate, cell["run"])
+
+
+def _training_number(training: Whole | None, keys: list[str], text: str) -> _Value:
+    if training and training.stale:
+        raise _Unavailable(STALE)
+    return _walk(training and training.record, lambda _: {}, keys, text)
 
 
 def _walk(

@@ -30,6 +30,7 @@ from .diagrams.svg import (
 )
 from .record_set import Cells, Ladder, RecordSet
 from .rows import latest_steps
+from .train_plot import draw_training
 
 LEFT, RIGHT = 18, WIDTH - 18  # of a plot, in pixels
 ROW = 26
@@ -61,6 +62,8 @@ def render_plots(record_set: RecordSet) -> dict[str, str]:
             drawings[operation.named("grid")] = _grid(ladder.grid, operation)
     if record_set.distributions and latest_steps(record_set, record_set.distributions.record):
         drawings["distributions"] = _distributions(record_set, record_set.distributions)
+    if record_set.training:
+        drawings["train"] = draw_training(record_set.training)
     return files(drawings)
 
 
@@ -288,6 +291,7 @@ def _distributions(record_set: RecordSet, measured: Cells) -> Drawing:
     dtypes, head_dims, inputs = (
         list(dict.fromkeys(cell[key] for cell in cells)) for key in ("dtype", "head_dim", "inputs")
     )
+    lengths = {cell["inputs"]: cell["seq"] for cell in cells}
     steps = dict(zip(latest_steps(record_set, record), (STRONGEST, MARKS[0]), strict=False))
     ratios = {name: peer_ratios(record, name) for name in steps}
     highest = max((ratio for found in ratios.values() for ratio in found.values()), default=1.0)
@@ -313,6 +317,7 @@ def _distributions(record_set: RecordSet, measured: Cells) -> Drawing:
         drawing.text(LEFT, top - 14, dtype, bold=True)
         for name, y in tops.items():
             text = f"logits of std {NORMAL[name]}" if name in NORMAL else name.replace("_", " ")
+            text += f", N = {lengths[name]}" * (lengths[name] != cells[0]["seq"])
             drawing.text(left - 12, y, text, SMALL, anchor="end")
         for column, head_dim in enumerate(head_dims):
             at = left + column * (width + gap)

@@ -19,12 +19,14 @@ from ..record_schema import (
     SHARES,
     STATIC_RECORD,
     TIMELINE_RECORD,
+    TRAIN_RECORD,
     Form,
 )
 from ..records import (
     DISTRIBUTIONS_FILE,
     LATENCY_FILE,
     STATIC,
+    TRAIN_FILE,
     grid_file,
     host_hashes,
     is_stale,
@@ -69,8 +71,8 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class Latency:
-    """The record of small calls, and whether the step or the host's code has changed since."""
+class Whole:
+    """A record that is shown as a whole, and whether anything it measured has changed since."""
 
     record: dict
     stale: bool
@@ -106,7 +108,8 @@ class RecordSet:
     static: Recorded  # steps and experiments, in the order of the worklog
     timelines: Recorded
     cells: dict[str, Cells]  # "grid" and "grid_backward", of shapes; "distributions", of the inputs
-    latency: Latency | None
+    latency: Whole | None  # of small calls
+    training: Whole | None
 
     @property
     def distributions(self) -> Cells | None:
@@ -161,6 +164,7 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
         ),
         cells={name: record for name, record in cells.items() if record},
         latency=_load_latency(folder, steps),
+        training=_load_training(folder, steps),
     )
 
 
@@ -196,12 +200,17 @@ def _load_distributions(
     return loaded
 
 
-def _load_latency(folder: Path, steps: Sequence[Step]) -> Latency | None:
+def _load_latency(folder: Path, steps: Sequence[Step]) -> Whole | None:
     record = read_record(folder / LATENCY_FILE, LATENCY_RECORD)
     if not record:
         return None
     stale = bool(_stale(record["sources"], steps)) or record["host"] != host_hashes()
-    return Latency(record, stale)
+    return Whole(record, stale)
+
+
+def _load_training(folder: Path, steps: Sequence[Step]) -> Whole | None:
+    record = read_record(folder / TRAIN_FILE, TRAIN_RECORD)
+    return record and Whole(record, stale=bool(_stale(record["sources"], steps)))
 
 
 def _baseline_is_current(baseline: dict | None, steps: Sequence[Step]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..metrics import OPCODES
 from ..operation import FORWARD, Operation
+from ..problem import TRAINED
 from ..record_schema import SHARES
 from ..text import kib, label, listed, markdown, megabytes
 from . import rows
@@ -216,7 +217,19 @@ def distributions(record_set: RecordSet) -> str:
         "normal_s: normally distributed inputs, where s is the standard deviation of the logits; "
         "later_keys_larger: it is 2, and 8 from key 256 on; own_key: each query lies near a key of "
         "its own; first_key_sink: the first key takes nearly all weight; equal_keys: all keys are "
-        f"the same ([inputs.py](verify/inputs.py)). {_how_measured(measured, last)}"
+        f"the same ([inputs.py](verify/inputs.py)). {_trained(record)}"
+        f"{_how_measured(measured, last)}"
+    )
+
+
+def _trained(record: dict) -> str:
+    """What trained inputs are, where there are any."""
+    shape = next((cell for cell in record["cells"] if cell["inputs"] == TRAINED), None)
+    return (
+        "trained: q, k and v of the GPT that `make train` trains, of one head of each layer, "
+        f"{shape['batch']} × {shape['heads']} × {shape['seq']}. "
+        if shape
+        else ""
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..metrics import OPCODES, num_conflicts, smem_bytes, spill_bytes
 from ..operation import operation_of
+from ..record_schema import TRAININGS
 from ..text import kib, listed, markdown, megabytes
 from .derived import FA3, derived, static_derived
 
@@ -70,6 +71,29 @@ def bank_conflicts(places: list[dict]) -> str:
         for place in places
     ]
     return markdown(columns, rows) if rows else "  no wrapper accesses shared memory"
+
+
+def losses(by_training: Mapping[str, Sequence[float]]) -> str:
+    """A row for each step: the loss of each training, in nats a byte."""
+    columns = [">step", *(f">{name}" for name in by_training)]
+    rows = [
+        [str(step), *(f"{loss:.4f}" for loss in of_step)]
+        for step, of_step in enumerate(zip(*by_training.values(), strict=True), 1)
+    ]
+    return markdown(columns, rows)
+
+
+def training(record: dict) -> str:
+    """How the trainings of a record went, one line each."""
+    return _labelled((name, _training(record[name])) for name in TRAININGS)
+
+
+def _training(numbers: dict) -> str:
+    return (
+        f"loss {numbers['loss']:.4f}, held out {numbers['held_out_loss']:.4f} nats a byte; "
+        f"{numbers['ms_per_step']:.4g} ms a step, {megabytes(numbers['peak_memory_bytes'])}; "
+        f"{numbers['route']}"
+    )
 
 
 def _labelled(lines: Iterable[tuple[str, str]]) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from common.bench import distributions
 from common.bench.distributions import (
-    CELLS,
+    cases_with,
     count_repairs,
     make_inputs,
     measure_inputs,
@@ -33,6 +33,7 @@ from common.report.markdown import REQUIRED_TABLES, regenerate
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
+from common.trained_inputs import TrainedInputs, write_trained
 from verify import inputs
 from verify.accuracy import expect
 from verify.cases import BF16, FP16, Case, Shape
@@ -61,14 +62,35 @@ def record_set(tmp_path):
 
 
 def test_cells():
-    assert len(CELLS) == 3 * 2 * 2 * 9
-    assert len({case.name for case in CELLS}) == len(CELLS)
-    for case in CELLS:
+    cases = cases_with(None)
+    assert len(cases) == 3 * 2 * 2 * 9
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
         shape = case.shape
         assert (shape.batch, shape.seq_q, shape.seq_k) == (4, 4096, 4096)
         assert shape.heads * shape.head_dim == shape.kv_heads * shape.head_dim == 2048
         assert case.inputs is inputs.DISTRIBUTIONS[DISTRIBUTIONS[case.name][1]]
-    assert {case.dtype for case in CELLS} == {BF16, FP16}
+    assert {case.dtype for case in cases} == {BF16, FP16}
+
+
+def test_cells_of_trained_inputs():
+    """As they are kept, for every sequence of a batch that has as many rows as the other cells."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = kept = tuple(torch.randn(6, 1024, 64, generator=rng).bfloat16() for _ in range(3))
+    *others, bf16, fp16 = cases_with(TrainedInputs(kept, "2000-01-01 a"))
+    assert [case.name for case in others] == [case.name for case in cases_with(None)]
+    assert (bf16.name, bf16.dtype) == ("d64_causal_bf16_trained", BF16)
+    assert (fp16.name, fp16.dtype) == ("d64_causal_fp16_trained", FP16)
+    shape = bf16.shape
+    assert shape == Shape(85, 6, 6, 1024, 1024, 64)
+    rows = {case.shape.batch * case.shape.heads * case.shape.seq_q for case in others[:1]}
+    assert shape.batch * shape.heads * shape.seq_q == pytest.approx(rows.pop(), rel=0.01)
+    for case in (bf16, fp16):
+        assert case.causal
+        tiny = replace(case, shape=replace(shape, batch=2))
+        for x, y in zip(make_inputs(tiny, "cpu"), (q, k, v), strict=True):
+            assert (x.dtype, x.is_contiguous()) == (case.dtype, True)
+            assert torch.equal(x, y.to(case.dtype).expand(2, -1, -1, -1))
 
 
 def test_all_kinds_of_inputs_are_defined():
@@ -235,7 +257,7 @@ def read(path: Path) -> dict | None:
     return read_record(path, DISTRIBUTIONS_RECORD)
 
 
-def test_record(measure, monkeypatch, tmp_path):
+def test_record(measure, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(distributions, "repairs_patch", lambda step: tmp_path / "none.patch")
     path, built = measure()
     assert path == tmp_path / "h200" / "distributions.json"
@@ -243,11 +265,28 @@ def test_record(measure, monkeypatch, tmp_path):
     assert list(record["sources"]) == [step.name for step in all_steps() if step.name >= "v09"]
     assert [step.name for step in built] == list(record["sources"])
     assert record["repairs"] is None
-    assert [cell["name"] for cell in record["cells"]] == list(DISTRIBUTIONS)
+    assert [cell["name"] for cell in record["cells"]] == list(DISTRIBUTIONS)[:-2]
+    assert record["trained"] is None
+    (note,) = capsys.readouterr().err.splitlines()
+    missing = tmp_path / "h200" / "trained.npz"
+    assert note == f"note: trained inputs are left out, no {missing}: make train first"
     write_record(path, record | {"driver": "first"})
     measure()
     assert read(path.with_name("distributions_previous.json"))["driver"] == "first"
     assert "driver" not in read(path)
+
+
+def test_trained_inputs_are_measured_where_they_are(measure, tmp_path, capsys):
+    x = torch.zeros(6, 1024, 64, dtype=BF16)
+    write_trained(tmp_path / "h200" / "trained.npz", TrainedInputs((x, x, x), "2000-01-01 a"))
+    path, _ = measure()
+    record = read(path)
+    assert [cell["name"] for cell in record["cells"]] == list(DISTRIBUTIONS)
+    assert record["trained"] == "2000-01-01 a"
+    assert not capsys.readouterr().err
+    (tmp_path / "h200" / "trained.npz").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"trained\.npz cannot be read"):
+        measure()
 
 
 def add_patch(folder: Path, name: str) -> Path:
@@ -305,6 +344,22 @@ def test_table(repaired):
     assert "Median of 3 interleaved rounds" in caption
     assert "throttle reasons after: none" in caption
     assert "In the run before" not in caption
+
+
+def test_table_of_trained_inputs(repaired):
+    """A row for each dtype, with a head dimension and a mask; their shape is below."""
+    record = fake_distributions(V01, V02, trained=True)
+    text = tables.distributions(repaired(cells=record["cells"]))
+    without = tables.distributions(repaired()).splitlines()
+    lines = text.splitlines()
+    assert lines[-4:-2] == [
+        f"| `trained` | {dtype} | causal | 0.312 × (0.156) | 25 %, < 1 % |  |  |  |  |"
+        for dtype in ("bf16", "fp16")
+    ]
+    assert lines[:-4] == without[:-2]
+    assert "geometric mean of 110 cells" in lines[-1]
+    assert "one head of each layer, 85 × 6 × 1024. Median of 3" in lines[-1]
+    assert "trained" not in without[-1]
 
 
 def test_table_of_faster_and_missing_cells(record_set):
@@ -443,6 +498,19 @@ def test_plot(record_set):
     tick = next(text for text in texts(svg) if text.text == "0")
     zero = tick.left + tick.width / 2
     assert second - zero == pytest.approx(2 * (first - zero), rel=0.02)  # 100 and 200 TFLOP/s
+
+
+def test_plot_of_trained_inputs(record_set):
+    """A row more, of another length than the title's, and in one panel for each dtype."""
+    cells = fake_distributions(V01, V02, trained=True)["cells"]
+    svg = plots.render_plots(record_set(cells=cells))["distributions.svg"]
+    assert not clashes(svg)
+    labels = [text for text in texts(svg) if text.text == "trained, N = 1024"]
+    assert len(labels) == 2
+    assert min(text.left for text in labels) > 0
+    for text in labels:
+        shown = [x for x, y, _ in dots(svg) if text.top < y < text.bottom]
+        assert len(shown) == 2  # of both steps, under one mask
 
 
 def test_check_finds_an_edit_of_table_and_plot(record_set, tmp_path):
