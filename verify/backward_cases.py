@@ -17,7 +17,7 @@ from verify.gradients import (
     scaled_gradient,
     zero_in_places,
 )
-from verify.inputs import Inputs, normal
+from verify.inputs import Inputs, normal, one_hot
 from verify.layouts import Layout, contiguous, expanded, expanded_rows, packed, padded, transposed
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -39,14 +39,14 @@ def saved_without_some_rows(
 
 
 def one_large_row(case: Case, rng: torch.Generator) -> torch.Tensor:
-    """Normal, cut off; in one row of the last head larger by 2^28 than in all others.
+    """Normal, cut off; in one row of the last head larger by 2^28 than in all others, and negative.
 
     The factor that brings the others into fp16's range takes this one out of it.
     """
-    shape = case.shape
-    sizes = torch.full((1, shape.heads, shape.seq_q, 1), 2.0**-16)
-    sizes[:, -1, 2 * shape.seq_q // 3] = 2.0**12
-    return sizes * scaled_gradient(1)(case, rng)
+    dout = scaled_gradient(2.0**-16)(case, rng)
+    row = dout[:, -1, -50]
+    row[:] = -(2.0**28) * row.abs()
+    return dout
 
 
 def _layouts(
@@ -64,6 +64,10 @@ _OWN = (
     Case("tall_one_less", Shape(1, 1, 1, 63, 127, 64), BF16),
     Case("causal_tall_one_more", Shape(1, 1, 1, 129, 129, 64), BF16, causal=True),
     Case("causal_tall_one_less", Shape(1, 1, 1, 127, 191, 64), BF16, causal=True),
+    # The first query of a tile sees all keys of a warp but the last, where it has its maximum.
+    Case(
+        "causal_one_less_one_hot", Shape(1, 4, 2, 129, 127, 64), BF16, causal=True, inputs=one_hot
+    ),
     # Query heads whose dk and dv are one.
     Case("gqa_8", Shape(2, 16, 2, 70, 90, 64), BF16),
     Case("gqa_8_causal", Shape(1, 8, 1, 133, 70, 128), BF16, causal=True),
@@ -77,6 +81,7 @@ _OWN = (
     Case("dout_of_all_sizes", Shape(1, 2, 2, 150, 200, 64), FP16, dout=rows_of_all_sizes),
     # One query decides by what dS must be multiplied: not of the first head, tile or warp.
     Case("dout_one_large_row", Shape(1, 4, 2, 150, 12, 64), FP16, dout=one_large_row),
+    Case("dout_one_large_row_late", Shape(1, 1, 1, 16500, 3, 16), FP16, dout=one_large_row),
     Case(
         "dout_expanded",
         Shape(2, 4, 2, 70, 45, 64),
@@ -104,6 +109,14 @@ _OWN = (
     Case("more_keys_fp32", Shape(1, 1, 1, 50, 60, 64), FP32, saved=saved_with_more_keys),
     # Here -inf is in lse, and not the mask's.
     Case("rows_without_keys", Shape(1, 2, 1, 70, 90, 64), BF16, saved=saved_without_some_rows),
+    # 0 times a negative scale.
+    Case(
+        "negative_scale_short_k",
+        Shape(1, 1, 1, 80, 40, 64),
+        BF16,
+        causal=True,
+        softmax_scale=-0.125,
+    ),
     Case("rows_without_keys_fp32", Shape(1, 1, 1, 40, 70, 64), FP32, saved=saved_without_some_rows),
 )
 
@@ -128,15 +141,18 @@ _SMALLER = {
 }
 
 
+def _smaller(case: Case) -> dict:
+    if case.name.startswith("drawn_"):
+        shape = case.shape
+        seq_q, seq_k = (1 + seq // 2 for seq in (shape.seq_q, shape.seq_k))
+        return {"shape": replace(shape, batch=min(2, shape.batch), seq_q=seq_q, seq_k=seq_k)}
+    return _SMALLER.get(case.name, {})
+
+
 def backward_cases(forward: Sequence[Case]) -> tuple[Case, ...]:
     """The backward cases: those of the forward ones, under the same names, then its own."""
     of_forward = (
-        replace(
-            case,
-            operation=BACKWARD,
-            layouts=_layouts(*case.layouts),
-            **_SMALLER.get(case.name, {}),
-        )
+        replace(case, operation=BACKWARD, layouts=_layouts(*case.layouts), **_smaller(case))
         for case in forward
     )
     return (*of_forward, *(replace(case, operation=BACKWARD) for case in _OWN))

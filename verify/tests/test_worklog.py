@@ -38,6 +38,7 @@ README = """# Title
 <!-- table: results --><!-- end -->
 <!-- table: grid --><!-- end -->
 It takes <!-- = v02.time_ms : .1f -->0<!-- end --> ms.
+<!-- table: results b --><!-- end -->
 """
 WORKLOG = """# Title
 <!-- table: results --><!-- end -->
@@ -51,6 +52,10 @@ WORKLOG = """# Title
 <!-- table: resources v02 --><!-- end -->
 <!-- table: counters v02 --><!-- end -->
 <!-- table: experiments v02 --><!-- end -->
+<!-- table: results b --><!-- end -->
+<!-- table: memory b --><!-- end -->
+<!-- table: peers b --><!-- end -->
+<!-- table: grid b --><!-- end -->
 """
 FIGURES = [f"figures/{name}" for name in figures()]
 CELL_PLOTS = ("grid", "distributions")
@@ -496,7 +501,7 @@ def test_check_finds_a_missing_plot(root):
         ("worklog.md", "table: sass", "table: sass h100", "marker <!-- table: sass h100 -->"),
         ("worklog.md", "table: sass", "table: sass x", "marker <!-- table: sass x -->"),
         ("worklog.md", "table: latency", "table: latency b", "marker <!-- table: latency b -->"),
-        ("worklog.md", "table: memory", "table: memory b", "<!-- table: memory -->"),
+        ("worklog.md", "table: memory -->", "table: memory b -->", "<!-- table: memory -->"),
         (
             "worklog.md",
             "table: peers",
