@@ -69,6 +69,9 @@ def _launch_all() -> None:
         for case in find_cases(sys.argv[1:], step.operation):
             if backend.refusal(step, case.specialization):
                 continue
+            kernels = backend.descriptor(step, case.specialization).kernels
+            if case.gpu_only and not any(kernel.blocks_per_sm for kernel in kernels):
+                continue  # many work tiles are one a block
             inputs = case.make(backend.device)
             run(backend, step, *inputs, **case.arguments)
     torch.cuda.synchronize()
