@@ -9,17 +9,16 @@ from dataclasses import dataclass
 import torch
 
 from common.operation import BACKWARD, FORWARD
+from verify.bias import UNIT_ROUNDOFF_FP32, bias, bias_allowance, gradient_bias_allowances
 from verify.case import Case
 from verify.reference import gradient_terms, oracle_of, yardstick_of
-
-UNIT_ROUNDOFF_FP32 = 2.0**-24
 
 
 @dataclass(frozen=True)
 class Measure:
     """One error and its allowance."""
 
-    name: str  # "o max", "o rms", "o bias" or "lse max"
+    name: str  # an output and a key of MEASURES: "o max"
     error: float
     allowance: float
 
@@ -130,7 +129,7 @@ def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
     added = {"dq": shape.seq_k, "dk": queries, "dv": queries}  # terms of a sum
     dtype = torch.finfo(case.dtype)
     half_subnormal = dtype.smallest_normal * dtype.eps / 2
-    allowances, reordered = {}, {}
+    allowances, reordered, systematic = {}, {}, {}
     for operand, wanted, yardstick, term, error in zip(
         case.operation.outputs, outputs, measured, terms, errors, strict=True
     ):
@@ -142,6 +141,9 @@ def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
         allowances[f"{name} rms"] = 2 * rms(yardstick_error) + rms(floor)
         in_any_order = 2 * UNIT_ROUNDOFF_FP32 * math.ceil(added[name] / 8) * (term + error)
         reordered[name] = dtype.eps * wanted.abs() + in_any_order + 2 * half_subnormal
+        yardstick_bias = abs(bias(yardstick, wanted)) * wanted.abs().sum().item()  # of underflow
+        systematic[name] = (error + in_any_order).sum().item() + 2 * yardstick_bias
+    allowances |= gradient_bias_allowances(case, inputs, outputs, systematic)
     sees_no_key = inputs[4].isneginf()[..., None].expand_as(q)
     return Expected(outputs, allowances, {"dq": sees_no_key}, reordered)
 
@@ -150,48 +152,8 @@ EXPECT = {FORWARD: expect_forward, BACKWARD: expect_backward}
 # What is measured: an output and a key of MEASURES each.
 MEASURED = {
     FORWARD: ("o max", "o rms", "o bias", "lse max"),
-    BACKWARD: ("dq max", "dq rms", "dk max", "dk rms", "dv max", "dv rms"),
+    BACKWARD: tuple(f"{d} {kind}" for d in ("dq", "dk", "dv") for kind in ("max", "rms", "bias")),
 }
-
-
-def bias(o: torch.Tensor, expected: torch.Tensor) -> float:
-    """How much further from zero than expected o is on average: mean((o - r) sign(r)) / mean|r|."""
-    magnitude = expected.abs().sum().item()
-    excess = ((o.double() - expected) * expected.sign()).sum().item()
-    return excess / magnitude if magnitude > 0 else excess
-
-
-def bias_allowance(case: Case, o: torch.Tensor, mark: torch.Tensor, delta: float) -> float:
-    """How far from 0 bias() may be by chance: five standard deviations, plus a systematic part.
-
-    mark [batch, heads, seq_q] has equal numbers where rows have equal weights, P.
-
-    Errors of o to and away from zero cancel in a sum over all elements if every rounding is to
-    nearest; truncating P or o takes 0.7 u of everything, u being the dtype's unit roundoff. Twice
-    the yardstick's error leaves room for that, this measure does not. A rounding error is
-    uniformly distributed within +-u of a number, with variance u^2 / 3:
-    - those of o are independent of each other;
-    - those of a row's weights, P, are not independent in the row's elements. Were they the same for
-      all keys, they would add up to an error of u / sqrt(3) times the row's sum of |o|; as they
-      differ, to less. `delta`, the error that a weight has from its logit, is treated alike;
-    - rows of equal P share the errors of P, and in one head all those of o.
-    The systematic part is the tensor cores' truncation: a sum of 8 products or more loses up to
-    2^-23 of itself whenever another 8 are added.
-    """
-    magnitude = o.abs().sum().item()
-    if magnitude == 0:
-        return 0.0
-    dtype = torch.finfo(case.dtype)
-    unit_roundoff = dtype.eps / 2
-    half_subnormal = dtype.smallest_normal * unit_roundoff
-    _, group = mark.flatten().float().unique(return_inverse=True)
-    rows = o.abs().flatten(0, 2)  # [batch * heads * seq_q, head_dim]
-    of_groups = torch.zeros(int(group.max()) + 1, rows.shape[1], dtype=rows.dtype, device=o.device)
-    of_o = of_groups.index_add(0, group, (unit_roundoff * rows).clamp(min=half_subnormal))
-    of_p = of_groups.index_add(0, group, rows).sum(-1) * math.hypot(unit_roundoff, delta)
-    variance = (of_o.square().sum() + of_p.square().sum()).item() / 3
-    truncated = 2 * UNIT_ROUNDOFF_FP32 * case.shape.seq_k / 8
-    return 5 * math.sqrt(variance) / magnitude + truncated
 
 
 def largest_norm(x: torch.Tensor) -> float:

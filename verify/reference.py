@@ -97,7 +97,7 @@ def gradients_in_dtype(
 
 
 @dataclass(frozen=True)
-class _Rows:
+class BackwardRows:
     """Some rows of a head: what backward computes of them, in one dtype."""
 
     at: tuple[int, int, slice]  # batch, query head, query rows
@@ -110,9 +110,10 @@ class _Rows:
     ds: torch.Tensor  # [rows, seq_k]
 
 
-def _backward_rows(
+def backward_rows(
     q, k, v, o, lse, dout, dtype: torch.dtype, causal: bool, softmax_scale: float
-) -> Iterator[_Rows]:
+) -> Iterator[BackwardRows]:
+    """Backward, some rows of a head at a time; the arguments are those of gradients_reference."""
     batch, heads, seq_q, _ = q.shape
     kv_heads, seq_k = k.shape[1:3]
     wide = torch.promote_types(dtype, torch.float32)
@@ -133,14 +134,14 @@ def _backward_rows(
         delta = (dout[at].to(wide) * o[at].to(wide)).sum(-1, keepdim=True)
         dp_less_delta = (gradients @ values.mT).to(wide) - delta
         ds = (p.to(wide) * dp_less_delta).to(dtype)
-        yield _Rows(at, kv, queries, keys, gradients, p, dp_less_delta, ds)
+        yield BackwardRows(at, kv, queries, keys, gradients, p, dp_less_delta, ds)
 
 
 def _gradients(q, k, v, o, lse, dout, dtype: torch.dtype, causal: bool, softmax_scale: float):
     wide = torch.promote_types(dtype, torch.float32)
     dq = torch.empty(q.shape, dtype=dtype, device=q.device)
     dk, dv = (torch.zeros(k.shape, dtype=wide, device=q.device) for _ in range(2))
-    for rows in _backward_rows(q, k, v, o, lse, dout, dtype, causal, softmax_scale):
+    for rows in backward_rows(q, k, v, o, lse, dout, dtype, causal, softmax_scale):
         dq[rows.at] = (rows.ds @ rows.k) * softmax_scale
         dk[rows.kv] += rows.ds.mT @ rows.q
         dv[rows.kv] += rows.p.mT @ rows.dout
@@ -170,7 +171,7 @@ def gradient_terms(
     dk, dk_error, dv = (torch.zeros(k.shape, dtype=torch.float64, device=q.device) for _ in "kkv")
     largest_v = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float64).max()
     arguments = (q, k, v, o, lse, dout, torch.float64, causal, softmax_scale)
-    for rows in _backward_rows(*arguments):
+    for rows in backward_rows(*arguments):
         norm_o, norm_dout = (
             torch.linalg.vector_norm(x[rows.at], dim=-1, keepdim=True, dtype=torch.float64)
             for x in (o, dout)
