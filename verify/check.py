@@ -136,7 +136,7 @@ def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -
     """
     try:
         inputs = case.make(runs[0].device, seed)
-        results = [launch(step, case, backend, inputs) for backend in runs]
+        results = launch_all(step, case, runs, inputs)
     except (NotEnoughMemoryError, torch.OutOfMemoryError) as reason:
         return CaseResult(step, case, skipped=str(reason).splitlines()[0])
     except UsageError as refusal:  # of these tensors
@@ -157,6 +157,16 @@ def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -
             allowance = expected.reordered[name] if name in step.unordered else None
             errors += repeated(name, first, again, allowance)
     return CaseResult(step, case, measures, tuple(errors), num_runs=len(results))
+
+
+def launch_all(
+    step: Step, case: Case, runs: Sequence[Backend], inputs: Inputs
+) -> list[tuple[list[torch.Tensor], list[str]]]:
+    """launch() with each backend: on the CPU side by side, as some have one block."""
+    if runs[0].name == "gpu":
+        return [launch(step, case, backend, inputs) for backend in runs]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return list(pool.map(lambda backend: launch(step, case, backend, inputs), runs))
 
 
 def launch(

@@ -62,7 +62,7 @@ COMMON_FLAGS = (
     "-Wno-unknown-pragmas",
 )
 STEP_FLAGS = ("-O1",)  # a step runs only a few times: most of a check is compilation
-RUNTIME_FLAGS = ("-O2", "-c")
+RUNTIME_FLAGS = ("-O2", "-c", "-g0")  # reports name lines of steps; a program is 20 times smaller
 SANITIZED_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 FAULT_EXIT_CODE = 65  # of common/runtime/simt/report.h

@@ -23,6 +23,7 @@ from common.bench.distributions import (
 )
 from common.catalog import all_steps, find_step
 from common.errors import UsageError
+from common.operation import FORWARD
 from common.paths import ROOT
 from common.problem import DISTRIBUTIONS, INPUTS, NORMAL
 from common.record_schema import DISTRIBUTIONS_RECORD, find_error
@@ -549,7 +550,8 @@ def test_the_patched_step_counts_its_repairs(patch):
 
 @pytest.mark.gpu
 def test_tiny_cell_on_a_gpu(monkeypatch):
-    backend, steps = GpuBackend(), all_steps()[-2:]
+    steps = [step for step in all_steps() if step.operation is FORWARD][-2:]
+    backend = GpuBackend()
     monkeypatch.setitem(DISTRIBUTIONS, "tiny", (TINY.problem, "normal_4"))
     case = replace(TINY, name="tiny", inputs=inputs.DISTRIBUTIONS["normal_4"])
     patched = distributions.patched_step(steps)
