@@ -31,14 +31,26 @@ void count_banks(size_t offset, size_t bytes, const char* operation, Site site) 
         banks->count(operation, site, worker.running_thread(), offset, bytes);
 }
 
+// track(), and whether the bytes are in shared memory.
+inline bool track_access(Access access, const void* address, size_t bytes, Site site) {
+    Worker& worker = *Worker::current();
+    const auto* first = static_cast<const std::byte*>(address);
+    const Buffer& smem = worker.shared_memory();
+    const bool is_shared = smem.contains(first);
+    if (is_shared) {
+        worker.races().access(access, first - smem.data, bytes, site);
+    } else if (global_races.watches(address)) {
+        global_races.access(access, address, bytes, site);
+    }
+    return is_shared;
+}
+
 void vector_access(Access access, const void* address, size_t bytes, const char* operation,
                    Site site) {
     require_aligned(address, bytes, operation, site);
+    if (!track_access(access, address, bytes, site)) return;
     const Buffer& smem = Worker::current()->shared_memory();
-    const auto* first = static_cast<const std::byte*>(address);
-    if (!smem.contains(first)) return;
-    Worker::current()->races().access(access, first - smem.data, bytes, site);
-    count_banks(first - smem.data, bytes, operation, site);
+    count_banks(static_cast<const std::byte*>(address) - smem.data, bytes, operation, site);
 }
 
 }  // namespace
@@ -81,11 +93,18 @@ size_t require_shared(const void* address, size_t bytes, const char* operation, 
     return first - smem.data;
 }
 
-void track(Access access, const void* address, size_t bytes, Site site) {
-    Worker& worker = *Worker::current();
+void require_global(const void* address, size_t bytes, const char* operation, Site site) {
+    require_aligned(address, bytes, operation, site);
     const auto* first = static_cast<const std::byte*>(address);
-    const Buffer& smem = worker.shared_memory();
-    if (smem.contains(first)) worker.races().access(access, first - smem.data, bytes, site);
+    if (!Worker::current()->shared_memory().guards(first)) return;
+    Report report = operation_fault("access outside global memory", {operation, site});
+    report.add(" cannot reach another block ");
+    describe_address(report, first);
+    report.fail();
+}
+
+void track(Access access, const void* address, size_t bytes, Site site) {
+    track_access(access, address, bytes, site);
 }
 
 void note_write(const void* address, size_t bytes) {

@@ -26,8 +26,11 @@ size_t shared_access(const void* address, size_t bytes, const char* operation, S
 // bytes.
 size_t require_shared(const void* address, size_t bytes, const char* operation, Site site);
 
-// The running thread is about to access bytes of any memory. Here only for races.h, to which the
-// compiler reports the accesses of a step, but not those of the runtime.
+// `address` must be aligned to `bytes` and lie outside of the block's shared memory.
+void require_global(const void* address, size_t bytes, const char* operation, Site site);
+
+// The running thread is about to access bytes of any memory. For races.h and global_races.h, to which
+// the compiler reports the accesses of a step, but not those of the runtime.
 void track(Access access, const void* address, size_t bytes, Site site);
 
 // The running thread is about to write `bytes` bytes of any memory with an ordinary store.

@@ -3,7 +3,8 @@
 // hostile on purpose: the order of blocks and threads is drawn from a seed; threads fall far behind
 // after an arrive or the start of a copy, blocks after a signal; waits that may fail do; memory and
 // variables start as NaN; buffers end at guard pages; threads that wait for each other in vain are
-// reported, and so are accesses to shared memory that no barrier orders.
+// reported, and so are accesses to shared memory that no barrier orders, and those of two blocks to
+// global memory that no signal does.
 //
 // Included by steps; what a header only declares has its body in the .cpp file of the same name:
 //
@@ -28,7 +29,7 @@
 //     wgmma_state.h, warpgroup_state.h, mbarrier_state.h         what the scheduler keeps of those
 //     tensor_map.h  what is in a tensor map          async_view.h what the async proxy sees
 //     banks.h       bank conflicts                   stall.h      why no thread can run
-//     races.h       accesses that nothing orders
+//     races.h, global_races.h                        accesses that nothing orders
 //     memory.h      buffers between guard pages      fiber.h      switching stacks
 //     trap.h        signals become reports           report.h     how a report is written
 //     sanitizer.h   fibers and AddressSanitizer      launch_bounds.h   threads a kernel may have
@@ -42,9 +43,9 @@
 // into ordinary arguments. If threads execute it together, it calls collective(). If a thread waits
 // in it for something else, it calls Worker::start_waiting() and yield(), and whatever it waits for
 // calls make_runnable(). If it tells other threads to go on, or starts a copy, it ends with
-// may_fall_behind(). If it accesses shared memory, the address goes through shared_access() and, for
-// races.h, track(); if it writes, also through note_write(). If it is a barrier, it also tells
-// races.h what it orders.
+// may_fall_behind(). If it accesses memory, the address goes through track(), in shared memory also
+// through shared_access(), and if it writes there, through note_write(). If it is a barrier, it also
+// tells races.h what it orders.
 #pragma once
 #include "elements.cuh"
 

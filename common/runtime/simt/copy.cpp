@@ -29,6 +29,7 @@ void land_copies(int pending) {
         if (copy.group + pending >= self.num_copy_groups) break;
         track(WRITE, copy.to, 16, copy.site);
         if (copy.from) {
+            track(READ, copy.from, 16, copy.site);
             memcpy(copy.to, copy.from, 16);
         } else {
             memset(copy.to, 0, 16);

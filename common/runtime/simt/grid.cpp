@@ -68,7 +68,10 @@ void Grid::run_blocks(uint32_t block) {
 
 void Grid::post(uint64_t& signal, const Operation& operation) {
     const std::lock_guard lock(mutex);
-    const Post post = {operation, blockIdx.x, Worker::current()->warp().first_thread};
+    Worker& worker = *Worker::current();
+    const uint32_t block = blockIdx.x;
+    const Post post = {operation, block, worker.warp().first_thread,
+                       global_races.post(block, worker.block_clock())};
     const auto [known, is_new] = posted.insert({&signal, post});
     if (!is_new) {
         Report report = operation_fault("signal posted twice", operation);
@@ -90,6 +93,7 @@ bool Grid::take(uint64_t& signal, const Operation& operation) {
         report.fail();
     }
     signal = 0;
+    global_races.take(Worker::current()->block_clock(), found->second.clock);
     posted.erase(found);
     return true;
 }

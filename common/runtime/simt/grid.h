@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "global_races.h"
 #include "scheduler.h"
 
 namespace simt {
@@ -42,6 +43,7 @@ class Grid {
         Operation operation;
         uint32_t block;
         int first_thread;  // of the warp
+        BlockClock clock;
     };
 
     struct Reduction {

@@ -1,5 +1,6 @@
 #include "races.h"
 
+#include "global_races.h"
 #include "scheduler.h"
 #include "trap.h"
 
@@ -251,9 +252,15 @@ inline __attribute__((always_inline)) void track_step(simt::Access access, const
                                                       size_t bytes, const void* code,
                                                       const void* frame) {
     const size_t offset = reinterpret_cast<uintptr_t>(address) - simt::tracked_begin;
-    if (__builtin_expect(offset >= simt::tracked_bytes, 1)) return;
+    const bool is_shared = offset < simt::tracked_bytes;
+    if (__builtin_expect(!is_shared && !simt::global_races.watches(address), 1)) return;
     const void* const* caller_frame = *static_cast<const void* const* const*>(frame);
-    simt::Worker::current()->races().access(access, offset, bytes, {code, caller_frame[1]});
+    const simt::Place place = {code, caller_frame[1]};
+    if (is_shared) {
+        simt::Worker::current()->races().access(access, offset, bytes, place);
+    } else {
+        simt::global_races.access(access, address, bytes, place);
+    }
 }
 
 }  // namespace

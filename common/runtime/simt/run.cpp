@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "elements.cuh"
+#include "global_races.h"
 #include "grid.h"
 #include "step.h"
 #include "tensor_map.h"
@@ -95,6 +96,7 @@ void launch_kernel(const Request& request, int index) {
         .odd = request.seed % 2 != 0,
         .count_banks = request.count_banks != 0,
     };
+    global_races.begin_launch();
     Grid(launch, bank_counter).run();
     for (const Buffer& buffer : global_buffers) {
         if (const char* where = buffer.damaged_slack()) {
@@ -127,6 +129,8 @@ void make_buffers(const Request& request) {
             for (const Segment& segment : buffer.segments)
                 read_exactly(buffer.begin(segment), segment.bytes);
             buffer.make_read_only();
+        } else {
+            global_races.watch(buffer);
         }
     }
 }

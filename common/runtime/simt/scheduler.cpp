@@ -46,6 +46,7 @@ void Worker::run_block(uint32_t block) {
     smem.poison();
     smem_async_view.begin_block();
     smem_races.begin_block();
+    clock = global_races.begin_block(block);
     all_mbarriers.clear();
     for (WgmmaState& wgmma : wgmma_states) wgmma.begin_block();
     for (NamedBarrier& barrier : named_barriers) barrier = {};

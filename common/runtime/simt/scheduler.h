@@ -10,6 +10,7 @@
 #include "async_view.h"
 #include "banks.h"
 #include "cuda.h"
+#include "global_races.h"
 #include "mbarrier_state.h"
 #include "memory.h"
 #include "races.h"
@@ -105,6 +106,7 @@ class Worker {
     AsyncView& async_view() { return smem_async_view; }
     const AsyncView& async_view() const { return smem_async_view; }
     Races& races() { return smem_races; }
+    BlockClock& block_clock() { return clock; }
     // The block's initialized mbarriers, by their offset in shared memory.
     std::map<size_t, MbarrierState>& mbarriers() { return all_mbarriers; }
     // Of the running thread's warp.
@@ -162,6 +164,7 @@ class Worker {
     Buffer smem;
     AsyncView smem_async_view;
     Races smem_races;
+    BlockClock clock;  // of the running block
     std::map<size_t, MbarrierState> all_mbarriers;
     std::vector<BulkCopy> loads;  // in flight
     BankCounter bank_counter;

@@ -18,22 +18,11 @@ struct SignalAddress {  // what a lane brings
     }
 };
 
-void require_global(const Signal& signal, const char* operation, Site site) {
-    require_aligned(&signal, sizeof(signal), operation, site);
-    const auto* address = reinterpret_cast<const std::byte*>(&signal);
-    if (Worker::current()->shared_memory().guards(address)) {
-        Report report = operation_fault("signal outside global memory", {operation, site});
-        report.add(" cannot reach another block ");
-        describe_address(report, address);
-        report.fail();
-    }
-    *static_cast<const volatile char*>(static_cast<const void*>(&signal));  // or it traps here
-}
-
 // A collective of the warp; complete(operation) runs once, when all lanes have arrived.
 template <typename Complete>
 void signal_collective(const char* name, const Signal& signal, Site site, Complete complete) {
-    require_global(signal, name, site);
+    require_global(&signal, sizeof(signal), name, site);
+    *static_cast<const volatile char*>(static_cast<const void*>(&signal));  // traps here, or never
     const Operation operation = {name, site, ALL_LANES};
     Group& warp = warp_for(operation);
     SignalAddress address = {&signal};

@@ -100,9 +100,11 @@ std::vector<std::byte> read_box(const TensorBox& box, Site site) {
 
 void land_load(const BulkCopy& load) {
     Worker& worker = *Worker::current();
-    for_each_chunk(load.box, [](std::byte* to, const std::byte* from, size_t bytes) {
+    for_each_chunk(load.box, [&](std::byte* to, const std::byte* from, size_t bytes) {
         memset(to, 0, CHUNK_BYTES);
-        if (bytes) memcpy(to, from, bytes);
+        if (!bytes) return;
+        track(READ, from, bytes, load.site);
+        memcpy(to, from, bytes);
     });
     const std::byte* smem = worker.shared_memory().data;
     worker.async_view().update(load.box.in_shared - smem, box_bytes(load.box));
@@ -112,7 +114,9 @@ void land_load(const BulkCopy& load) {
 
 void land_store(const BulkCopy& store) {
     for_each_chunk(store.box, [&](const std::byte* from, std::byte* to, size_t bytes) {
-        if (bytes) memcpy(to, &store.elements[from - store.box.in_shared], bytes);
+        if (!bytes) return;
+        track(WRITE, to, bytes, store.site);
+        memcpy(to, &store.elements[from - store.box.in_shared], bytes);
     });
 }
 

@@ -11,19 +11,24 @@ void gather(float (&matrix)[MATRIX_ELEMENTS], const MatrixShare& share) {
     for (int i = 0; i < share.size; ++i) matrix[share.elements[i]] = share.x[i];
 }
 
-// The warp's access if the matrix is in shared memory. Accumulators, and only they, have 4 bytes an
-// element and may be stored where they were loaded from.
+// The warp's access. Accumulators, and only they, have 4 bytes an element and may be stored where
+// they were loaded from.
 void track_matrix(const MatrixInMemory& matrix, Access access, Site site) {
     Worker& worker = *Worker::current();
     const auto* address = static_cast<const std::byte*>(matrix.address);
-    if (!worker.shared_memory().contains(address)) return;
+    const size_t row_bytes = MATRIX_SIDE * matrix.element_bytes;
+    const size_t stride = matrix.ldm * matrix.element_bytes;
+    if (!worker.shared_memory().contains(address)) {
+        for (int row = 0; row < MATRIX_SIDE; ++row)
+            track(access, address + row * stride, row_bytes, site);
+        return;
+    }
     const size_t offset = address - worker.shared_memory().data;
     const uint64_t hash = mix(mix(offset, matrix.ldm), matrix.layout);
     const uint16_t mapping = hash << 1 | (matrix.element_bytes == sizeof(float));
     worker.races().begin_warp_access();
     for (int row = 0; row < MATRIX_SIDE; ++row)
-        worker.races().access_by_warp(access, offset + row * matrix.ldm * matrix.element_bytes,
-                                      MATRIX_SIDE * matrix.element_bytes, mapping, site);
+        worker.races().access_by_warp(access, offset + row * stride, row_bytes, mapping, site);
 }
 
 }  // namespace

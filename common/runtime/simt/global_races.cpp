@@ -1,0 +1,107 @@
+#include "global_races.h"
+
+#include <algorithm>
+
+#include "scheduler.h"
+#include "trap.h"
+
+namespace simt {
+
+void GlobalRaces::watch(const Buffer& buffer) {
+    std::vector<size_t> first_cells;
+    size_t cells = 0;
+    for (const Segment& segment : buffer.segments) {
+        first_cells.push_back(cells);
+        cells += segment.bytes / GRANULE_BYTES + 1;
+    }
+    all.push_back({buffer, std::move(first_cells), GuardedPages(cells * sizeof(Cell), 0)});
+    const auto buffer_begin = reinterpret_cast<uintptr_t>(buffer.data);
+    const uintptr_t end = max(begin + bytes, buffer_begin + buffer.bytes);
+    begin = begin ? min(begin, buffer_begin) : buffer_begin;
+    bytes = end - begin;
+}
+
+BlockClock GlobalRaces::post(uint32_t block, BlockClock& clock) {
+    BlockClock posted = clock;
+    clock[block] = ++latest;
+    return posted;
+}
+
+void GlobalRaces::take(BlockClock& clock, const BlockClock& posted) const {
+    for (const auto& [block, stamp] : posted) clock[block] = max(clock[block], stamp);
+}
+
+// An access that ends outside of the buffer is reported when it traps.
+template <typename Function>
+inline void GlobalRaces::for_each_cell(const void* address, size_t bytes, Function function) {
+    const auto* first = static_cast<const std::byte*>(address);
+    for (const Watched& watched : all) {
+        const ptrdiff_t offset = first - watched.buffer.data;
+        if (offset < 0 || size_t(offset) >= watched.buffer.bytes) continue;
+        const std::vector<Segment>& segments = watched.buffer.segments;
+        const auto after = std::upper_bound(
+            segments.begin(), segments.end(), offset,
+            [](ptrdiff_t offset, const Segment& segment) { return offset < segment.offset; });
+        const Segment& segment = after[-1];
+        const size_t in_segment = offset - segment.offset;
+        Cell* cells = reinterpret_cast<Cell*>(watched.pages.begin()) +
+                      watched.first_cells[&segment - segments.data()];
+        const size_t end = min(in_segment + bytes, size_t(segment.bytes));
+        for (size_t at = in_segment / GRANULE_BYTES; at * GRANULE_BYTES < end; ++at)
+            function(cells[at], watched.buffer.begin(segment) + at * GRANULE_BYTES);
+        return;
+    }
+}
+
+bool GlobalRaces::ordered(Write earlier) const {
+    if (earlier.stamp <= launch_began) return true;
+    if (earlier.is_reduction) return false;
+    const BlockClock& clock = Worker::current()->block_clock();
+    const auto known = clock.find(earlier.block);
+    return known != clock.end() && earlier.stamp <= known->second;
+}
+
+void GlobalRaces::access(Access access, const void* address, size_t bytes, Place place) {
+    constexpr auto RELAXED = std::memory_order_relaxed;
+    const uint32_t block = blockIdx.x;
+    const Write self = {block, Worker::current()->block_clock()[block], false};
+    for_each_cell(address, bytes, [&](Cell& cell, const std::byte* at) {
+        const Write earlier =
+            access == WRITE ? cell.write.exchange(self, RELAXED) : cell.write.load(RELAXED);
+        if (!ordered(earlier))
+            report(access == WRITE ? "writes" : "reads", at, place, earlier,
+                   cell.place.load(RELAXED));
+        if (access == WRITE) cell.place.store(place, RELAXED);
+    });
+}
+
+void GlobalRaces::reduce(const float* address, Place place) {
+    constexpr auto RELAXED = std::memory_order_relaxed;
+    const uint32_t block = blockIdx.x;
+    const Write self = {block, Worker::current()->block_clock()[block], true};
+    for_each_cell(address, sizeof(*address), [&](Cell& cell, const std::byte* at) {
+        const Write own = cell.write.load(RELAXED);
+        if (own.block == block && own.stamp > launch_began && !own.is_reduction) return;
+        const Write earlier = cell.write.exchange(self, RELAXED);
+        if (!earlier.is_reduction && !ordered(earlier))
+            report("adds to", at, place, earlier, cell.place.load(RELAXED));
+        cell.place.store(place, RELAXED);
+    });
+}
+
+void GlobalRaces::report(const char* does, const std::byte* address, Place place, Write earlier,
+                         Place earlier_place) {
+    Report report = Worker::current()->fault("data race between blocks");
+    place.describe(report);
+    report.add(": %s what block %u has %s", does, earlier.block,
+               earlier.is_reduction ? "added to" : "written");
+    earlier_place.describe(report);
+    report.add(", ");
+    describe_address(report, address);
+    report
+        .add(earlier.is_reduction ? "; the sum is there when the launch has ended"
+                                  : ", and no signal orders the two")
+        .fail();
+}
+
+}  // namespace simt

@@ -1,0 +1,101 @@
+// Finds data races between blocks in global memory: two of them access the same bytes of an output
+// or a workspace, one of the two writes, and no signal orders them. Whichever block runs first, `+=`
+// where red_add() belongs is found, and two blocks that store the same element.
+//
+// A reduction is ordered with no other one and needs not be. The sum is there when the launch has
+// ended: an ordinary access to it in the same launch is reported, the block's own too.
+//
+// As races.h has it, each access is compared with what is remembered of earlier ones: here the last
+// write of each two bytes, or the last reduction, if the same block has not written before. A block
+// has a clock: of every other block, the latest stamp whose accesses come before its own next one.
+// Signals pass on what a block knows.
+//
+// It does not find races
+// - of a read with a later write: the seed draws the order of the blocks, and another one finds it;
+// - between threads of a block;
+// - of a warp that reads what only another warp of its block has taken a signal for;
+// - that races.h does not find for the lack of a call: memcpy, memset and builds with
+//   AddressSanitizer.
+#pragma once
+#include <stdint.h>
+
+#include <atomic>
+#include <map>
+#include <vector>
+
+#include "access.h"
+#include "memory.h"
+#include "races.h"
+
+namespace simt {
+
+// A block draws one when it begins and whenever it posts a signal, in ascending order.
+using Stamp = uint32_t;
+
+// For each block whose accesses come before, and for itself, the latest stamp.
+using BlockClock = std::map<uint32_t, Stamp>;
+
+// What the blocks of a process have written to its buffers.
+class GlobalRaces {
+  public:
+    // Remembers accesses to the buffer, which stays where it is. Not while kernels run.
+    void watch(const Buffer& buffer);
+
+    // All accesses so far come before all later ones.
+    void begin_launch() { launch_began = latest; }
+
+    // The clock of a block that begins.
+    BlockClock begin_block(uint32_t block) { return {{block, ++latest}}; }
+
+    // A block's post and take: `posted` is what the signal passes on.
+    BlockClock post(uint32_t block, BlockClock& clock);
+    void take(BlockClock& clock, const BlockClock& posted) const;
+
+    // Whether access() has to know of it.
+    bool watches(const void* address) const {
+        return reinterpret_cast<uintptr_t>(address) - begin < bytes;
+    }
+
+    // The running block accesses bytes, or adds to them.
+    void access(Access access, const void* address, size_t bytes, Place place);
+    void reduce(const float* address, Place place);
+
+  private:
+    static constexpr size_t GRANULE_BYTES = 2;  // 16-bit elements may belong to different blocks
+
+    struct Write {
+        uint32_t block;
+        Stamp stamp : 31, is_reduction : 1;  // stamp 0: none
+    };
+
+    // Several OS threads share them. A report of the one may name the other's place.
+    struct Cell {
+        std::atomic<Write> write;
+        std::atomic<Place> place;
+    };
+
+    struct Watched {
+        const Buffer& buffer;
+        std::vector<size_t> first_cells;  // of its segments
+        GuardedPages pages;
+    };
+
+    // Calls function(cell, address of its bytes) for each.
+    template <typename Function>
+    void for_each_cell(const void* address, size_t bytes, Function function);
+
+    bool ordered(Write earlier) const;
+
+    [[noreturn]] static void report(const char* does, const std::byte* address, Place place,
+                                    Write earlier, Place earlier_place);
+
+    std::vector<Watched> all;
+    uintptr_t begin = 0;  // of the lowest buffer
+    size_t bytes = 0;     // to the end of the highest
+    std::atomic<Stamp> latest = 0;
+    Stamp launch_began = 0;
+};
+
+inline GlobalRaces global_races;
+
+}  // namespace simt
