@@ -113,6 +113,9 @@ def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
 
     A sum in another order, of up to one term for every 8 keys, differs by 2 u for each of them, of
     the terms as they were computed, and rounded it may then be the next number: eps.
+
+    That difference and the errors of the floor, had all elements the same sign, would be a bias; so
+    is what the yardstick loses below its dtype's range. bias.py adds what roundings do by chance.
     """
     q, k = inputs[:2]
     shape = case.shape
@@ -141,7 +144,7 @@ def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
         allowances[f"{name} rms"] = 2 * rms(yardstick_error) + rms(floor)
         in_any_order = 2 * UNIT_ROUNDOFF_FP32 * math.ceil(added[name] / 8) * (term + error)
         reordered[name] = dtype.eps * wanted.abs() + in_any_order + 2 * half_subnormal
-        yardstick_bias = abs(bias(yardstick, wanted)) * wanted.abs().sum().item()  # of underflow
+        yardstick_bias = abs(bias(yardstick, wanted)) * wanted.abs().sum().item()
         systematic[name] = (error + in_any_order).sum().item() + 2 * yardstick_bias
     allowances |= gradient_bias_allowances(case, inputs, outputs, systematic)
     sees_no_key = inputs[4].isneginf()[..., None].expand_as(q)

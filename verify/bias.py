@@ -104,9 +104,8 @@ def gradient_bias_allowances(
         magnitude = gradient.abs()
         roundings[name].add(gradient, magnitude.clamp(min=normal))
         by_chance = 5 * dtype.eps / 2 * roundings[name].deviation()
-        underflow = (
-            magnitude[magnitude < normal * dtype.eps].sum().item()
-        )  # all become 0, or larger
+        # What is below the smallest subnormal number becomes 0, or that.
+        underflow = magnitude[magnitude < normal * dtype.eps].sum().item()
         total = magnitude.sum().item()
         most = by_chance + underflow + systematic[name]
         allowances[f"{name} bias"] = most / total if total else 0.0

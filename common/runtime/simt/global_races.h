@@ -2,8 +2,8 @@
 // or a workspace, one of the two writes, and no signal orders them. Whichever block runs first, `+=`
 // where red_add() belongs is found, and two blocks that store the same element.
 //
-// A reduction is ordered with no other one and needs not be. The sum is there when the launch has
-// ended: an ordinary access to it in the same launch is reported, the block's own too.
+// Reductions need no order among themselves. Their sum is there when the launch has ended: an
+// ordinary access to it in the same launch is reported, the block's own too.
 //
 // As races.h has it, each access is compared with what is remembered of earlier ones: here the last
 // write of each two bytes, or the last reduction, if the same block has not written before. A block
