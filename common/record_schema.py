@@ -22,6 +22,8 @@ OUTPUT_EVENTS = ("start O", "end O")  # after the last tile of a work tile
 TIMELINE_TILES = 6  # shown by its diagram
 SHARES = ("rescaled", "redone")  # of the work tiles
 TRAININGS = ("ours", "sdpa")
+NAIVE = "sdpa_math"  # of the peers, torch's unfused code, which holds all scores
+FA3 = "flash_attention_3"  # of the peers, the one whose speed others are shares of
 EACH = object()  # stands for all keys of a dict that the form does not name
 
 
@@ -174,7 +176,7 @@ def _experiment_record(operation: Operation) -> dict:
         "torch_errors": {operation.outputs[0].name: NUMBER},
         "memory": [{"seq": _count, "bytes": _MAYBE}],
         "baseline": {**_SOURCE, **outcome},
-        "peers": {"flash_attention_3": peer, EACH: peer},
+        "peers": {FA3: peer, EACH: peer},
         "counters": AnyOf([str, _some({EACH: {EACH: _MAYBE}})]),
     }
 

@@ -25,7 +25,7 @@ from verify.inputs import Inputs
 from ..catalog import steps_to_run
 from ..errors import UsageError
 from ..operation import operation_of
-from ..record_schema import Form
+from ..record_schema import NAIVE, Form
 from ..records import previous_path, read_replaced
 from ..runtime.gpu import GpuBackend
 from ..step import Step
@@ -33,7 +33,7 @@ from .peers import Peer, load
 from .timing import SLEEP_CYCLES, time_rounds
 from .trial import describe_cell, require_right, try_peers, try_steps
 
-WITHOUT = ("sdpa_math",)  # holds all scores: nobody would choose it for these lengths
+WITHOUT = (NAIVE,)  # holds all scores: nobody would choose it for these lengths
 
 # Rounds of a cell: as many as its share of the time allows, between bounds.
 CELL_SECONDS = 3.0

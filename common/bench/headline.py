@@ -36,14 +36,14 @@ from ..errors import UsageError
 from ..operation import Operand, Operation
 from ..patch import EXPERIMENTS_DIR, read_patch
 from ..paths import ROOT
-from ..record_schema import RECORD
+from ..record_schema import NAIVE, RECORD
 from ..records import PROFILES_DIR, SCHEMA, gpu_folder, is_stale, read_replaced, write_record
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
 from ..runtime.launch import evaluate
 from ..step import Step, read_step
 from .device_state import NOT_COLLECTED, git_state, versions
-from .peers import NAIVE, Peer, load, load_peer
+from .peers import Peer, load, load_peer
 from .timing import time_rounds
 from .trial import Trial, errors_of, new_run, peak_memory, try_peers, try_steps
 

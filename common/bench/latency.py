@@ -28,6 +28,7 @@ from verify.case import Case
 from .. import attention
 from ..operator import highest_step
 from ..problem import LATENCY
+from ..record_schema import NAIVE
 from ..records import LATENCY_FILE, PROFILES_DIR, SCHEMA, gpu_folder, host_hashes, write_record
 from ..runtime.backend import empty_outputs
 from ..runtime.gpu import GpuBackend
@@ -37,7 +38,7 @@ from .peers import Peer, load
 from .timing import SLEEP_CYCLES, time_interleaved
 from .trial import describe_cell, require_right, try_call
 
-WITHOUT = ("sdpa_math",)  # several kernels: nobody would choose it for small calls
+WITHOUT = (NAIVE,)  # several kernels: nobody would choose it for small calls
 ROUNDS = 100
 # Calls that the host makes before it waits: fewer than the device's launch queue holds.
 BURSTS, CALLS = 10, 20

@@ -23,18 +23,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from verify.inputs import Inputs
 
 from ..operation import BACKWARD, FORWARD, Operation
+from ..record_schema import FA3, NAIVE
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of an operation in its order, or the first one
 Attention = Callable[..., torch.Tensor]  # of q, k and v
 
-
-NAIVE = "sdpa_math"  # holds all scores
 SDPA = {
     NAIVE: SDPBackend.MATH,
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-FLASH_ATTENTION_3 = "flash_attention_3"
 
 
 @dataclass(frozen=True)
@@ -54,14 +52,14 @@ def load(
     operation: Operation, inputs: Inputs, *, causal: bool, without: Collection[str] = ()
 ) -> dict[str, Peer | str]:
     """Every peer but those named in without, ready to run on the inputs, or why it is missing."""
-    names = [name for name in (*SDPA, FLASH_ATTENTION_3) if name not in without]
+    names = [name for name in (*SDPA, FA3) if name not in without]
     return {name: load_peer(name, operation, inputs, causal=causal) for name in names}
 
 
 def load_peer(name: str, operation: Operation, inputs: Inputs, *, causal: bool) -> Peer | str:
     """One peer, ready to run on the inputs, or why it is missing."""
     sdpa, flash_attention_3 = LOADERS[operation]
-    loader = flash_attention_3 if name == FLASH_ATTENTION_3 else partial(sdpa, SDPA[name])
+    loader = flash_attention_3 if name == FA3 else partial(sdpa, SDPA[name])
     try:
         peer = loader(*inputs, causal=causal)
         peer.call()  # some refuse the device, the shape or the memory only when they run

@@ -12,9 +12,8 @@ from ..metrics import (
     spill_bytes,
 )
 from ..operation import operation_of
-from ..record_schema import NUMBER
+from ..record_schema import FA3, NUMBER
 
-FA3 = "flash_attention_3"
 BANK_COUNTS = ("accesses", "ideal", "wavefronts")
 
 

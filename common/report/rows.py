@@ -10,8 +10,8 @@ from typing import Any
 
 from ..metrics import num_conflicts, smem_bytes, spill_bytes
 from ..operation import operation_of
-from ..record_schema import NUMBER, SHARES
-from .derived import FA3, derived, peer_ratios, readable, static_derived, top_stalls
+from ..record_schema import FA3, NAIVE, NUMBER, SHARES
+from .derived import derived, peer_ratios, readable, static_derived, top_stalls
 from .record_set import NOT_MEASURED, STALE, Ladder, RecordSet
 
 Row = dict[str, Any]
@@ -89,7 +89,7 @@ def memory(ladder: Ladder) -> list[Row]:
     }
     if ladder.newest and not any(map(_holds_scores, curves.values())):
         naive = ladder.newest.get("naive_memory", [])
-        curves = {"sdpa_math": {entry["seq"]: entry["bytes"] for entry in naive}} | curves
+        curves = {NAIVE: {entry["seq"]: entry["bytes"] for entry in naive}} | curves
     materialising = [name for name, curve in curves.items() if _holds_scores(curve)]
     fused = [name for name in curves if name not in materialising][-1:]
     if not fused:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..metrics import OPCODES, num_conflicts, smem_bytes, spill_bytes
 from ..operation import operation_of
-from ..record_schema import TRAININGS
+from ..record_schema import FA3, TRAININGS
 from ..text import kib, listed, markdown, megabytes
-from .derived import FA3, derived, static_derived
+from .derived import derived, static_derived
 
 
 def measured(record: dict) -> str:

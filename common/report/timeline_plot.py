@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from statistics import median
 
 from ..record_schema import TIMELINE_TILES
-from .diagrams.svg import MUTED, RAMP, SMALL, TINTS, TITLE, WIDTH, Drawing, files
+from .diagrams.svg import MUTED, RAMP, SMALL, TINTS, TITLE, WIDTH, Drawing, files, tick_distance
 from .record_set import Recorded
 
 LEFT, RIGHT = 104, WIDTH - 24  # of the rows, in pixels
@@ -172,8 +171,7 @@ class _Rows:
         """Draws the axis: clocks since the window's start."""
         first, last = self._window
         self._drawing.line(LEFT, y, RIGHT, y)
-        decade = 10 ** math.floor(math.log10((last - first) / 14))
-        step = next(n * decade for n in (1, 2, 5, 10) if 14 * n * decade >= last - first)
+        step = int(tick_distance((last - first) / 14))
         for clock in range(0, last - first + 1, step):
             x = self._x(first + clock)
             self._drawing.line(x, y, x, y + 5)

@@ -19,6 +19,7 @@ from .diagrams.svg import (
     WIDTH,
     Drawing,
     text_width,
+    tick_distance,
 )
 from .record_set import Whole
 
@@ -109,9 +110,7 @@ def _losses(drawing: Drawing, curves: dict[str, list[float]], held_out: dict[str
 def _apart(drawing: Drawing, percents: list[float]) -> None:
     """Ours over torch's, on an axis that is as long on both sides of zero."""
     top, bottom = APART
-    largest = max(map(abs, percents)) or 1.0
-    decade = 10.0 ** math.floor(math.log10(largest))
-    limit = next(digit * decade for digit in (1, 2, 5, 10) if digit * decade >= largest)
+    limit = tick_distance(max(map(abs, percents)) or 1.0)
 
     def y_of(percent: float) -> float:
         return round((top + bottom) / 2 - (bottom - top) / 2 * percent / limit, 1)
@@ -127,8 +126,7 @@ def _apart(drawing: Drawing, percents: list[float]) -> None:
 def _steps(drawing: Drawing, config: dict, every: int) -> None:
     """The axis that both panels share."""
     steps = config["steps"]
-    decade = 10 ** math.floor(math.log10(max(1, steps / 8)))
-    distance = next(n * decade for n in (1, 2, 5, 10) if 8 * n * decade >= steps)
+    distance = int(tick_distance(max(1, steps / 8)))
     for step in range(0, steps + 1, distance):
         x = _x_of(step, steps)
         for top, bottom in (LOSSES, APART):

@@ -8,6 +8,7 @@ whereas <picture> on GitHub follows the theme that the reader has chosen there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
@@ -88,6 +89,12 @@ def text_width(text: str, size: int = NORMAL, *, bold: bool = False) -> float:
     """In pixels, nearly: readers have different fonts."""
     width = sum(_ADVANCES.get(character, 556) for character in text) * size / 1000
     return width * 1.08 if bold else width
+
+
+def tick_distance(at_least: float) -> float:
+    """The smallest number that is at least this, of 1, 2, 5, 10, 20, ... and 0.5, 0.2, 0.1, ..."""
+    decade = 10.0 ** math.floor(math.log10(at_least))
+    return next(digit * decade for digit in (1, 2, 5, 10) if digit * decade >= at_least)
 
 
 def darker(color: str) -> str:

@@ -1,11 +1,17 @@
 #include "global_races.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "scheduler.h"
 #include "trap.h"
 
 namespace simt {
+namespace {
+
+constexpr auto RELAXED = std::memory_order_relaxed;
+
+}  // namespace
 
 void GlobalRaces::watch(const Buffer& buffer) {
     std::vector<size_t> first_cells;
@@ -62,7 +68,6 @@ bool GlobalRaces::ordered(Write earlier) const {
 }
 
 void GlobalRaces::access(Access access, const void* address, size_t bytes, Place place) {
-    constexpr auto RELAXED = std::memory_order_relaxed;
     const uint32_t block = blockIdx.x;
     const Write self = {block, Worker::current()->block_clock()[block], false};
     for_each_cell(address, bytes, [&](Cell& cell, const std::byte* at) {
@@ -76,7 +81,6 @@ void GlobalRaces::access(Access access, const void* address, size_t bytes, Place
 }
 
 void GlobalRaces::reduce(const float* address, Place place) {
-    constexpr auto RELAXED = std::memory_order_relaxed;
     const uint32_t block = blockIdx.x;
     const Write self = {block, Worker::current()->block_clock()[block], true};
     for_each_cell(address, sizeof(*address), [&](Cell& cell, const std::byte* at) {

@@ -1,8 +1,8 @@
 #include "reduce.cuh"
 
 #include "access.h"
+#include "global_races.h"
 #include "grid.h"
-#include "trap.h"
 
 void red_add(float* to, float x, simt::Site site) {
     simt::require_global(to, sizeof(*to), "red_add", site);
