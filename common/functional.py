@@ -88,8 +88,9 @@ def attention(
         step: "v04", or a path to a .cu file, which is read once; None takes the highest step that
             can run these inputs.
         backward_step: likewise "b01" or a path, of the step that computes the gradients.
-        deterministic: take only steps that give the same bits each time. Implied by
-            torch.use_deterministic_algorithms(True).
+        deterministic: take only steps that give the same bits each time, in the backward pass of
+            this call as well. Implied by torch.use_deterministic_algorithms(True), also where that
+            is to warn only.
         return_lse: also return log sum exp of each row of scaled scores, float32
             [batch, heads, seq_q], which has no gradient: it does not require grad.
 

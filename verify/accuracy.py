@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from common.operation import BACKWARD, FORWARD
+from common.problem import Shape
 from verify.bias import UNIT_ROUNDOFF_FP32, bias, bias_allowance, gradient_bias_allowances
 from verify.case import Case
 from verify.reference import gradient_terms, oracle_of, yardstick_of
@@ -147,8 +148,28 @@ def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
         yardstick_bias = abs(bias(yardstick, wanted)) * wanted.abs().sum().item()
         systematic[name] = (error + in_any_order).sum().item() + 2 * yardstick_bias
     allowances |= gradient_bias_allowances(case, inputs, outputs, systematic)
-    sees_no_key = inputs[4].isneginf()[..., None].expand_as(q)
-    return Expected(outputs, allowances, {"dq": sees_no_key}, reordered)
+    sees_no_key = inputs[4].isneginf()
+    unseen = keys_without_queries(sees_no_key, shape, case.causal)
+    zeros = {"dq": sees_no_key, "dk": unseen, "dv": unseen}
+    zeros = {
+        operand.name: zeros[operand.name][..., None].expand_as(output)
+        for operand, output in zip(case.operation.outputs, outputs, strict=True)
+    }
+    return Expected(outputs, allowances, zeros, reordered)
+
+
+def keys_without_queries(sees_no_key: torch.Tensor, shape: Shape, causal: bool) -> torch.Tensor:
+    """The keys that no query sees, as some queries see none. Bool [batch, kv_heads, seq_k].
+
+    sees_no_key: bool [batch, heads, seq_q].
+    """
+    query = torch.arange(shape.seq_q, device=sees_no_key.device)
+    last = torch.where(sees_no_key, -math.inf, query.double())  # of a group: the last that sees one
+    last = last.unflatten(1, (shape.kv_heads, -1)).amax((2, 3))[..., None]
+    if not causal:
+        last = last.masked_fill(last.isfinite(), math.inf)
+    key = torch.arange(shape.seq_k, device=sees_no_key.device)
+    return key > last + shape.seq_k - shape.seq_q
 
 
 EXPECT = {FORWARD: expect_forward, BACKWARD: expect_backward}
@@ -207,10 +228,11 @@ def compare(
         elif failed:
             errors += mismatches(name, got, wanted, difference_, of_output["max"].allowance)
         zeros = got[expected.zeros[name]] if name in expected.zeros else got[:0]
+        unseen = "that see no key" if "seq_q" in operand.axes else "that no query sees"
         if (zeros != 0).any():  # as for NaN
-            errors += [f"{name}: rows that see no key have elements that are not 0"]
+            errors += [f"{name}: rows {unseen} have elements that are not 0"]
         elif case.scale >= 0 and zeros.signbit().any():
-            errors += [f"{name}: rows that see no key have elements of -0: they must be +0"]
+            errors += [f"{name}: rows {unseen} have elements of -0: they must be +0"]
     return tuple(measures), errors
 
 
@@ -254,6 +276,8 @@ def repeated(
         return []
     index = tuple(where[0].tolist())
     values = f"{first[index].item():.9g}, then {second[index].item():.9g}"
+    if allowance is not None:
+        values += f", where a difference of {(allowance + rounding)[index].item():.2g} is allowed"
     return [
         f"{name}: {len(where)} of {first.numel()} elements differ between runs (a race?), "
         f"first {name}{[*index]}: {values}"

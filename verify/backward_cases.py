@@ -38,6 +38,16 @@ def saved_without_some_rows(
     return o, lse
 
 
+def saved_without_the_last_rows(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o is 0 and lse -inf in the second half of the rows: causal, no query sees the last keys."""
+    o, lse = saved_by_forward(case, q, k, v)
+    half = case.shape.seq_q // 2
+    o[:, :, half:], lse[:, :, half:] = 0, -torch.inf
+    return o, lse
+
+
 def one_large_row(case: Case, rng: torch.Generator) -> torch.Tensor:
     """Normal, cut off; in one row of the last head larger by 2^28 than in all others, and negative.
 
@@ -115,6 +125,15 @@ _OWN = (
     Case("more_keys_fp32", Shape(1, 1, 1, 50, 60, 64), FP32, saved=saved_with_more_keys),
     # Here -inf is in lse, and not the mask's.
     Case("rows_without_keys", Shape(1, 2, 1, 70, 90, 64), BF16, saved=saved_without_some_rows),
+    Case("rows_without_keys_fp32", Shape(1, 1, 1, 40, 70, 64), FP32, saved=saved_without_some_rows),
+    # A key that no query sees has gradients of 0, and they must be written.
+    Case(
+        "keys_without_queries",
+        Shape(1, 2, 1, 150, 280, 64),
+        BF16,
+        causal=True,
+        saved=saved_without_the_last_rows,
+    ),
     # 0 times a negative scale.
     Case(
         "negative_scale_short_k",
@@ -123,7 +142,6 @@ _OWN = (
         causal=True,
         softmax_scale=-0.125,
     ),
-    Case("rows_without_keys_fp32", Shape(1, 1, 1, 40, 70, 64), FP32, saved=saved_without_some_rows),
 )
 
 

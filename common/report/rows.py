@@ -317,13 +317,15 @@ def experiments(record_set: RecordSet, step: str) -> list[Row]:
         if isinstance(record, str):
             rows.append({**row, "status": record})
             continue
-        numbers = derived(record)
+        kernels = record["resources"].values()
         rows.append(
             {
                 **row,
                 "baseline_ms": record["baseline"]["time_ms"],
                 "time_ms": record["time_ms"],
-                **{key: numbers[key] for key in ("gain", "registers", "stack_bytes")},
+                "gain": derived(record)["gain"],
+                "registers": [kernel["registers"] for kernel in kernels],
+                "stack_bytes": [kernel["stack_bytes"] for kernel in kernels],
             }
         )
     return rows

@@ -468,8 +468,8 @@ def experiments(record_set: RecordSet, step: str) -> str:
         ">Step (ms)": _value("baseline_ms", "{:.4g}".format),
         ">Experiment (ms)": _first(_MS, _value("status")),
         ">Gain": _value("gain", "{:.2f} ×".format),
-        ">Registers": _value("registers"),
-        ">Stack": _value("stack_bytes", "{} B".format),
+        ">Registers": _each("registers", str),
+        ">Stack": _each("stack_bytes", "{} B".format),
     }
     found = rows.experiments(record_set, step)
     return _table(columns, found) if found else "No experiments."

@@ -12,6 +12,7 @@ import torch
 from common.catalog import all_steps, step_names
 from common.errors import NotEnoughMemoryError, UsageError
 from common.paths import ROOT
+from common.problem import Shape
 from common.runtime.launch import LaunchDescriptor
 from verify import accuracy, check
 from verify.cases import CASES, all_cases, drawn_cases, find_cases
@@ -170,6 +171,22 @@ def test_a_refusal_is_skipped_and_nothing_but_skips_fails(monkeypatch, capsys):
         raise UsageError("q is not aligned")
 
     assert checked("ragged", picky_about_strides).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(5, 5), (3, 6), (6, 3), (1, 4)])
+def test_keys_without_queries(seq_q, seq_k, causal):
+    shape = Shape(2, 4, 2, seq_q, seq_k, 8)
+    rng = torch.Generator().manual_seed(0)
+    visible = torch.ones(seq_q, seq_k, dtype=torch.bool)
+    if causal:
+        visible = visible.tril(seq_k - seq_q)
+    for hidden in (0, 0.5, 0.9, 1):
+        sees_no_key = torch.rand(shape.q[:3], generator=rng) < hidden
+        sees_no_key |= ~visible.any(1)
+        sees = visible & ~sees_no_key[..., None]
+        expected = ~sees.unflatten(1, (2, 2)).any(2).any(2)
+        assert torch.equal(accuracy.keys_without_queries(sees_no_key, shape, causal), expected)
 
 
 class OtherGrid(TorchBackend):
