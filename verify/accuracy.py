@@ -35,8 +35,8 @@ class Measure:
 class Expected:
     """The oracle's outputs, and how far from them a step may be.
 
-    allowances: by measure, an output's name and a key of MEASURES. zeros: of some outputs, where
-    they must be 0, and +0 bit for bit unless the scale, by which a gradient is multiplied, is
+    allowances: by measure, an output's name and a key of MEASURES. zeros: of some outputs, the rows
+    that must be 0, and +0 bit for bit unless the scale, by which a gradient is multiplied, is
     negative. reordered: of an output, how far each sum may be, before it is rounded, from that of a
     repeated call, where the step says that it adds in another order.
     """
@@ -96,8 +96,7 @@ def expect_forward(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         "o bias": bias_allowance(case, o, mark, delta),
         "lse max": 2 * lse_error.max().item() + delta,
     }
-    sees_no_key = lse.isneginf()[..., None].expand_as(o)
-    return Expected((o, lse), allowances, {"o": sees_no_key}, {})
+    return Expected((o, lse), allowances, {"o": lse.isneginf()}, {})
 
 
 def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
@@ -151,10 +150,6 @@ def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
     sees_no_key = inputs[4].isneginf()
     unseen = keys_without_queries(sees_no_key, shape, case.causal)
     zeros = {"dq": sees_no_key, "dk": unseen, "dv": unseen}
-    zeros = {
-        operand.name: zeros[operand.name][..., None].expand_as(output)
-        for operand, output in zip(case.operation.outputs, outputs, strict=True)
-    }
     return Expected(outputs, allowances, zeros, reordered)
 
 
