@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.catalog import find_step
-from common.report.diagrams import backward, figures
+from common.report.diagrams import backward, backward_warps, figures
 from common.report.diagrams.backward import BLOCKS, GRAPH, KERNELS, LATE, Work
 from common.report.diagrams.fragments import a_fragment
 from common.report.diagrams.svg import ACCENT, BANK_COLORS
@@ -199,8 +199,8 @@ def test_delays_are_alike(done: list[Work]):
 def test_accumulators_are_the_operand():
     """As add_product of b03 takes it: pair = x[k / 8 + i / 2][i % 2 * 2] becomes a_frag[i]."""
     for lane, i in product(range(32), range(4)):
-        pair = backward.fragment_pair(lane, i, is_a=False)
-        assert pair == backward.fragment_pair(lane, i, is_a=True)
+        pair = backward_warps.fragment_pair(lane, i, is_a=False)
+        assert pair == backward_warps.fragment_pair(lane, i, is_a=True)
         row, column = 8 * (i % 2) + lane // 4, 8 * (i // 2) + 2 * (lane % 4)
         assert pair == [(row, column), (row, column + 1)]
         assert pair[0] == a_fragment(lane, i, 0)
@@ -230,10 +230,10 @@ def spaced(first: int, spacing: int) -> list[int]:
 
 def test_constants_are_b04s():
     sizes = constants("b04")
-    for name in ("BLOCK_M", "BLOCK_N", "NUM_WARPS", "FRAGS", "WARP_QUERIES"):
+    for name in ("BLOCK_M", "BLOCK_N"):
         assert getattr(backward, name) == sizes[name], name
-    for name in ("DKV_SPACING", "DQ_SPACING"):
-        assert getattr(backward, name) == sizes[name], name
+    for name in ("NUM_WARPS", "FRAGS", "WARP_QUERIES", "DKV_SPACING", "DQ_SPACING"):
+        assert getattr(backward_warps, name) == sizes[name], name
 
 
 def test_a_warp_computes_the_parts_that_b04_gives_it():
@@ -246,26 +246,26 @@ def test_a_warp_computes_the_parts_that_b04_gives_it():
         dq_row, dq_column = (
             of_thread(returned(name), thread, sizes) for name in ("dq_row", "dq_column")
         )
-        assert backward.s_part(warp) == [(warp_row, warp_col, rows, sizes["WARP_QUERIES"])]
+        assert backward_warps.s_part(warp) == [(warp_row, warp_col, rows, sizes["WARP_QUERIES"])]
         columns = spaced(warp_d, sizes["DKV_SPACING"])
-        assert backward.dkv_parts(warp) == [(warp_row, at, rows, 16) for at in columns]
+        assert backward_warps.dkv_parts(warp) == [(warp_row, at, rows, 16) for at in columns]
         columns = spaced(dq_column, sizes["DQ_SPACING"])
-        assert backward.dq_parts(warp) == [(dq_row, at, rows, 16) for at in columns]
-        assert backward.operand_of_keys(warp) == (warp_row, 0, rows, sizes["BLOCK_M"])
-        assert backward.operand_of_queries(warp) == (dq_row, 0, rows, sizes["BLOCK_N"])
+        assert backward_warps.dq_parts(warp) == [(dq_row, at, rows, 16) for at in columns]
+        assert backward_warps.operand_of_keys(warp) == (warp_row, 0, rows, sizes["BLOCK_M"])
+        assert backward_warps.operand_of_queries(warp) == (dq_row, 0, rows, sizes["BLOCK_N"])
 
 
 @pytest.mark.parametrize(
     ("parts_of", "rows", "columns"),
     [
-        (backward.s_part, backward.BLOCK_N, backward.BLOCK_M),
-        (backward.dkv_parts, backward.BLOCK_N, HEAD_DIM),
-        (backward.dq_parts, backward.BLOCK_M, HEAD_DIM),
+        (backward_warps.s_part, backward.BLOCK_N, backward.BLOCK_M),
+        (backward_warps.dkv_parts, backward.BLOCK_N, HEAD_DIM),
+        (backward_warps.dq_parts, backward.BLOCK_M, HEAD_DIM),
     ],
 )
 def test_each_element_is_one_warps(parts_of, rows, columns):
     computed = torch.zeros(rows, columns, dtype=torch.int32)
-    for warp in range(backward.NUM_WARPS):
+    for warp in range(backward_warps.NUM_WARPS):
         for row, column, height, width in parts_of(warp):
             computed[row : row + height, column : column + width] += 1
     assert (computed == 1).all()
@@ -280,11 +280,12 @@ def test_warps_figure_gives_each_warp_equal_areas():
     for box in boxes(figures()["backward_warps.svg"]):
         color = box.roles[0]
         areas[color] = areas.get(color, 0) + box.width * box.height
-    colors = [ACCENT if n == backward.WARP else color for n, color in enumerate(BANK_COLORS)]
+    colors = [ACCENT if n == backward_warps.WARP else color for n, color in enumerate(BANK_COLORS)]
     elements = 3 * backward.BLOCK_M * backward.BLOCK_N
     elements += (backward.BLOCK_N + backward.BLOCK_M) * HEAD_DIM
+    of_a_warp = elements * backward_warps.PIXELS**2 / backward_warps.NUM_WARPS
     for color in colors:
-        assert math.isclose(areas[color], elements * backward.PIXELS**2 / backward.NUM_WARPS)
+        assert math.isclose(areas[color], of_a_warp)
 
 
 def test_three_ways_figure_lists_the_terms():

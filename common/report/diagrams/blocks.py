@@ -77,14 +77,13 @@ def _tiles_of_s() -> Drawing:
                     inset = TILE / 3 if diagonal else TILE / 2
                     at = left + inset, top + TILE - inset
                     drawing.text(*at, f"{tile}", anchor="middle")
-    notes = (
+    drawing.notes(
+        420,
         "A block owns BLOCK_M rows of S, those of one color, and walks along them, one tile of "
         "BLOCK_N keys after another.",
         "Grey is hidden: of a tile on the diagonal S is computed, and then −∞ where it is hidden; "
         "the others are passed over.",
     )
-    for n, note in enumerate(notes):
-        drawing.text(18, 420 + 20 * n, note, color=MUTED)
     return drawing
 
 
@@ -181,13 +180,12 @@ def _v08_block() -> Drawing:
         y = middle(place)
         drawing.line(left + width + 6, y, bracket - 3, y, arrow=True)
         drawing.text(left + width + 8, y - 11, text, SMALL)
-    notes = (
+    drawing.notes(
+        388,
         "All warps compute on stage 0 while the copy engine fills stage 1; then they meet at a "
         "barrier, and the stages change places.",
         "Numbers: where a panel begins, in KiB. Each panel has rows of 128 bytes, swizzled.",
     )
-    for n, note in enumerate(notes):
-        drawing.text(18, 388 + 19 * n, note, color=MUTED)
     return drawing
 
 
@@ -282,7 +280,8 @@ def _ping_pong() -> Drawing:
         drawing.line(x, ends[n % 2], x, ends[1 - n % 2], arrow=True)
         if time + 1 < SHOWN:
             drawing.text(x + 5, ends[0] + 9 if n % 2 == 0 else ends[1] - 9, "turn", SMALL, MUTED)
-    notes = (
+    drawing.notes(
+        376,
         "A consumer starts S of its next tile and O += P V of the last, then passes the turn: the "
         "other's products come next.",
         "A softmax waits for its S only. It runs under its own consumer's O += P V and under both "
@@ -290,8 +289,6 @@ def _ping_pong() -> Drawing:
         "Schematic: a product is one unit. As long as a softmax takes less than three, the tensor "
         "cores never pause.",
     )
-    for n, note in enumerate(notes):
-        drawing.text(18, 376 + 20 * n, note, color=MUTED)
     return drawing
 
 
@@ -456,14 +453,13 @@ def _equal_shares() -> Drawing:
         drawing.curve([(x + at * ROUND, down) for at, down in points], arrow=True)
         text = "O, P, m, l in global memory"
         drawing.text(x + begun * ROUND + 7, top + 9, text, SMALL, MUTED)
-    notes = (
+    drawing.notes(
+        464,
         "Color and number: the work tile. Time runs to the right, and all work tiles take equally "
         "long.",
         "Where a share ends within a work tile, its block computes that part first; the next block "
         "computes the rest, last.",
     )
-    for n, note in enumerate(notes):
-        drawing.text(18, 464 + 20 * n, note, color=MUTED)
     return drawing
 
 

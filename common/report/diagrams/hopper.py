@@ -256,7 +256,8 @@ def _mbarrier_phases() -> Drawing:
 
     tile_bytes = KEYS * HEAD_DIM * 2
     first = empty_phase(0)
-    notes = (
+    drawing.notes(
+        308,
         f"1 The stage is empty: the producer arrives at full, announces {tile_bytes} bytes and "
         "starts the copy.",
         "2 All bytes have landed: a phase of full ends, and the next begins.",
@@ -264,8 +265,6 @@ def _mbarrier_phases() -> Drawing:
         f"The producer's first wait names parity {parity(first)}, that of phase {first}, "
         "which counts as completed.",
     )
-    for n, note in enumerate(notes):
-        drawing.text(18, 308 + 20 * n, note, color=MUTED)
     return drawing
 
 

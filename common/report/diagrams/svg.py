@@ -185,6 +185,11 @@ class Drawing:
             style += f' class="{color}"'
         self._parts.append(f'<text x="{x:g}" y="{y + 0.36 * size:g}"{style}>{escape(text)}</text>')
 
+    def notes(self, y: float, *lines: str) -> None:
+        """What a reader should know, line by line, below a drawing."""
+        for n, line in enumerate(lines):
+            self.text(18, y + 20 * n, line, color=MUTED)
+
     def cell(self, x: float, y: float, width: float, height: float, fill: str, text: str) -> None:
         """A box with a centred line of text."""
         self.box(x, y, width, height, fill)
