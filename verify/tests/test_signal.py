@@ -209,8 +209,8 @@ FAULTS = [
     Fault(
         "in_shared_memory",
         "take_signal(*reinterpret_cast<Signal*>(smem.first));",
-        r"access outside global memory .*: take_signal @ cannot reach another block at byte 0 of "
-        "shared memory",
+        r"access outside global memory .*: take_signal @ needs global memory, not the address at "
+        "byte 0 of shared memory",
     ),
     Fault(
         "past_the_end",

@@ -38,7 +38,8 @@ __device__ inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, i
         : "memory");
 }
 
-// Commits the stores that this thread has started since its last group as its next group.
+// Commits the stores, and the reductions of bulk.cuh, that this thread has started since its last
+// group as its next group.
 __device__ inline void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -50,8 +51,8 @@ __device__ void cp_async_bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Waits until all but this thread's PENDING latest groups have written the tensor, too: stores of
-// different groups are not ordered otherwise.
+// Waits until all but this thread's PENDING latest groups have written global memory, too: stores
+// of different groups are not ordered otherwise.
 template <int PENDING>
 __device__ void cp_async_bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");

@@ -97,14 +97,22 @@ void require_global(const void* address, size_t bytes, const char* operation, Si
     require_aligned(address, bytes, operation, site);
     const auto* first = static_cast<const std::byte*>(address);
     if (!Worker::current()->shared_memory().guards(first)) return;
-    Report report = operation_fault("access outside global memory", {operation, site});
-    report.add(" cannot reach another block ");
+    Report report = address_fault("access outside global memory", operation, site);
+    report.add("global memory, not the address ");
     describe_address(report, first);
     report.fail();
 }
 
 void track(Access access, const void* address, size_t bytes, Site site) {
     track_access(access, address, bytes, site);
+}
+
+void track_reduction(float* to, int floats, Site site) {
+    for (int i = 0; i < floats; ++i) {
+        volatile float& now = to[i];
+        now = now;
+    }
+    global_races.reduce(to, floats * sizeof(*to), site);
 }
 
 void note_write(const void* address, size_t bytes) {

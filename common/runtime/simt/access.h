@@ -33,6 +33,10 @@ void require_global(const void* address, size_t bytes, const char* operation, Si
 // the compiler reports the accesses of a step, but not those of the runtime.
 void track(Access access, const void* address, size_t bytes, Site site);
 
+// The running thread adds to floats of global memory. A bad address traps here, and not when the
+// launch ends; until then they keep their values.
+void track_reduction(float* to, int floats, Site site);
+
 // The running thread is about to write `bytes` bytes of any memory with an ordinary store.
 void note_write(const void* address, size_t bytes);
 

@@ -80,10 +80,10 @@ void GlobalRaces::access(Access access, const void* address, size_t bytes, Place
     });
 }
 
-void GlobalRaces::reduce(const float* address, Place place) {
+void GlobalRaces::reduce(const void* address, size_t bytes, Place place) {
     const uint32_t block = blockIdx.x;
     const Write self = {block, Worker::current()->block_clock()[block], true};
-    for_each_cell(address, sizeof(*address), [&](Cell& cell, const std::byte* at) {
+    for_each_cell(address, bytes, [&](Cell& cell, const std::byte* at) {
         const Write own = cell.write.load(RELAXED);
         if (own.block == block && own.stamp > launch_began && !own.is_reduction) return;
         const Write earlier = cell.write.exchange(self, RELAXED);

@@ -58,7 +58,7 @@ class GlobalRaces {
 
     // The running block accesses bytes, or adds to them.
     void access(Access access, const void* address, size_t bytes, Place place);
-    void reduce(const float* address, Place place);
+    void reduce(const void* address, size_t bytes, Place place);
 
   private:
     static constexpr size_t GRANULE_BYTES = 2;  // 16-bit elements may belong to different blocks

@@ -98,9 +98,10 @@ bool Grid::take(uint64_t& signal, const Operation& operation) {
     return true;
 }
 
-void Grid::add(float* to, float x) {
+void Grid::add(float* to, const float* x, size_t floats) {
     const std::lock_guard lock(mutex);
-    reductions[blockIdx.x].push_back({to, x});
+    std::vector<Reduction>& own = reductions[blockIdx.x];
+    for (size_t i = 0; i < floats; ++i) own.push_back({to + i, x[i]});
 }
 
 void Grid::reduce() {

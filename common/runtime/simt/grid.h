@@ -28,8 +28,8 @@ class Grid {
     // It takes a signal. False if that is not posted.
     bool take(uint64_t& signal, const Operation& operation);
 
-    // A reduction of the running block: *to += x, when all blocks have run.
-    void add(float* to, float x);
+    // A reduction of the running block: to[i] += x[i], when all blocks have run.
+    void add(float* to, const float* x, size_t floats);
 
     // The running block sleeps until one of the signals is posted that its warps wait for.
     void wait_for_signals() { sleep(false); }

@@ -40,14 +40,14 @@ struct AsyncCopy {
     uint64_t group;  // committed by its thread before its issue
 };
 
-// A TMA copy in flight.
+// A TMA copy in flight, or a bulk reduction, which is a store here.
 struct BulkCopy {
     const char* name;
     Site site;
     uint64_t group;  // of a store: groups committed by its thread before its issue
     int mbarrier;    // of a load: offset in shared memory
     TensorBox box;
-    void (*land)(const BulkCopy&);         // a store: writes the elements; a load: copies
+    void (*land)(const BulkCopy&);         // a store: writes or adds the elements; a load: copies
     std::vector<std::byte> elements = {};  // that a store has read; empty before
 };
 

@@ -4,14 +4,13 @@
 
 #include "access.h"
 #include "async_view.h"
+#include "bulk.cuh"
+#include "grid.h"
 #include "scheduler.h"
 #include "tensor_map.h"
 
 namespace simt {
 namespace {
-
-constexpr const char* LOAD = "cp_async_bulk_tensor_load";
-constexpr const char* STORE = "cp_async_bulk_tensor_store";
 
 constexpr int CHUNK_BYTES = 16;  // what a swizzle moves; a row of a box has whole ones
 
@@ -90,11 +89,35 @@ TensorBox tensor_box(const TensorMap& tensor_map, const int (&first)[4], const v
     return box;
 }
 
-// Reads the box from shared memory, as a store does.
-std::vector<std::byte> read_box(const TensorBox& box, Site site) {
-    std::vector<std::byte> elements(box_bytes(box));
-    track(READ, box.in_shared, elements.size(), site);
-    read_async(box.in_shared, elements.size(), elements.data(), STORE, site);
+// Consecutive bytes as a box: all of a tensor that is one row of floats. Reports where they cannot be
+// copied.
+TensorBox row_box(const void* global, const void* shared, int bytes, const Operation& operation) {
+    if (bytes <= 0 || bytes % CHUNK_BYTES) {
+        operation_fault("wrong number of bytes", operation)
+            .add(" takes a positive multiple of %d bytes, not %d", CHUNK_BYTES, bytes)
+            .fail();
+    }
+    require_aligned(shared, CHUNK_BYTES, operation.name, operation.site);
+    require_shared(shared, bytes, operation.name, operation.site);
+    require_global(global, CHUNK_BYTES, operation.name, operation.site);
+    const int floats = bytes / int{sizeof(float)};
+    return {.map = {.address = reinterpret_cast<uintptr_t>(global),
+                    .sizes = {floats, 1, 1, 1},
+                    .strides = {},
+                    .box_columns = floats,
+                    .box_rows = 1,
+                    .swizzle = SWIZZLE_NONE,
+                    .valid = VALID_TENSOR_MAP,
+                    .element_bytes = sizeof(float)},
+            .first = {},
+            .in_shared = static_cast<std::byte*>(const_cast<void*>(shared))};
+}
+
+// Reads the box from shared memory.
+std::vector<std::byte> read_box(const BulkCopy& store) {
+    std::vector<std::byte> elements(box_bytes(store.box));
+    track(READ, store.box.in_shared, elements.size(), store.site);
+    read_async(store.box.in_shared, elements.size(), elements.data(), store.name, store.site);
     return elements;
 }
 
@@ -120,6 +143,12 @@ void land_store(const BulkCopy& store) {
     });
 }
 
+void land_reduction(const BulkCopy& reduction) {
+    auto* to = reinterpret_cast<float*>(reduction.box.map.address);
+    const auto* x = reinterpret_cast<const float*>(reduction.elements.data());
+    Worker::current()->grid().add(to, x, reduction.elements.size() / sizeof(float));
+}
+
 // The number of the running thread's stores outside its `pending` latest groups.
 size_t num_stores_before(uint64_t pending) {
     const Thread& self = Worker::current()->self();
@@ -131,16 +160,12 @@ size_t num_stores_before(uint64_t pending) {
     return count;
 }
 
-}  // namespace
-
 // Until the mbarrier's phase completes the destination holds either the old or the new elements, so
 // it is poisoned.
-void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mbarrier& barrier,
-                Site site) {
-    const Operation operation = {LOAD, site};
+void issue_load(const TensorBox& box, Mbarrier& barrier, const Operation& operation) {
     Worker& worker = *Worker::current();
-    const TensorBox box = tensor_box(map, first, to_shared, false, operation);
-    const MbarrierState& state = find_mbarrier(barrier, LOAD, site);
+    const Site site = operation.site;
+    const MbarrierState& state = find_mbarrier(barrier, operation.name, site);
     track(READ, &barrier, sizeof(barrier), site);
     if (!state.fenced) {
         Report report = operation_fault("missing fence_mbarrier_init", operation);
@@ -152,17 +177,30 @@ void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mb
     worker.races().start_copy(box.in_shared - smem, box_bytes(box), site);
     memset(box.in_shared, POISON, box_bytes(box));
     worker.async_view().update(box.in_shared - smem, box_bytes(box));
-    worker.start_load({LOAD, site, 0, int(state.offset), box, land_load});
+    worker.start_load({operation.name, site, 0, int(state.offset), box, land_load});
     worker.may_fall_behind(mix(mix(site.line, box.in_shared - smem), state.phase));
 }
 
-void start_store(const TensorMap& map, const int (&first)[4], const void* from_shared, Site site) {
+void issue_store(const TensorBox& box, void (*land)(const BulkCopy&), const Operation& operation) {
     Worker& worker = *Worker::current();
     Thread& self = worker.self();
-    const TensorBox box = tensor_box(map, first, from_shared, true, {STORE, site});
-    read_box(box, site);  // the hardware may read it now
-    self.stores.push_back({STORE, site, self.num_store_groups, -1, box, land_store});
-    worker.may_fall_behind(mix(site.line, self.num_store_groups));
+    const BulkCopy store = {operation.name, operation.site, self.num_store_groups, -1, box, land};
+    read_box(store);  // the hardware may read it now
+    self.stores.push_back(store);
+    worker.may_fall_behind(mix(operation.site.line, self.num_store_groups));
+}
+
+}  // namespace
+
+void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mbarrier& barrier,
+                Site site) {
+    const Operation operation = {"cp_async_bulk_tensor_load", site};
+    issue_load(tensor_box(map, first, to_shared, false, operation), barrier, operation);
+}
+
+void start_store(const TensorMap& map, const int (&first)[4], const void* from_shared, Site site) {
+    const Operation operation = {"cp_async_bulk_tensor_store", site};
+    issue_store(tensor_box(map, first, from_shared, true, operation), land_store, operation);
 }
 
 void read_stores(int pending) {
@@ -170,7 +208,7 @@ void read_stores(int pending) {
     const size_t count = num_stores_before(pending);
     for (size_t i = 0; i < count; ++i) {
         BulkCopy& store = worker.self().stores[i];
-        if (store.elements.empty()) store.elements = read_box(store.box, store.site);
+        if (store.elements.empty()) store.elements = read_box(store);
     }
     if (worker.may_copy_early()) worker.land_stores(worker.self(), count);
 }
@@ -184,6 +222,25 @@ void land_stores(int pending) {
 }  // namespace simt
 
 void cp_async_bulk_commit_group() { ++simt::Worker::current()->self().num_store_groups; }
+
+// The source is read when the copy lands; reading a byte of each chunk now makes a bad address trap
+// here.
+void cp_async_bulk_load(void* to_shared, const void* from_global, int bytes, Mbarrier& barrier,
+                        simt::Site site) {
+    const simt::Operation operation = {"cp_async_bulk_load", site};
+    const simt::TensorBox box = simt::row_box(from_global, to_shared, bytes, operation);
+    for (int i = 0; i < bytes; i += simt::CHUNK_BYTES)
+        static_cast<const volatile char*>(from_global)[i];
+    simt::issue_load(box, barrier, operation);
+}
+
+void cp_reduce_async_bulk_add(float* to_global, const float* from_shared, int bytes,
+                              simt::Site site) {
+    const simt::Operation operation = {"cp_reduce_async_bulk_add", site};
+    const simt::TensorBox box = simt::row_box(to_global, from_shared, bytes, operation);
+    simt::track_reduction(to_global, box.map.sizes[0], site);
+    simt::issue_store(box, simt::land_reduction, operation);
+}
 
 void fence_proxy_async() {
     simt::Worker& worker = *simt::Worker::current();

@@ -12,8 +12,8 @@ void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mb
                 Site site);
 void start_store(const TensorMap& map, const int (&first)[4], const void* from_shared, Site site);
 
-// All of the running thread's stores but those of its `pending` latest groups; stores not yet
-// committed to a group are newer than all of them.
+// All of the running thread's stores, reductions among them, but those of its `pending` latest
+// groups; stores not yet committed to a group are newer than all of them.
 void read_stores(int pending);
 void land_stores(int pending);
 
