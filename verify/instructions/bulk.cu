@@ -31,9 +31,10 @@ extern "C" __global__ void attention_zero(const __grid_constant__ AttentionParam
         static_cast<float*>(p.workspace[0])[i] = 0.0f;
 }
 
-// k is an array of floats. The first integers of row b of q say what block b does with them: how many
-// it copies, from which one on, and to which place in shared memory. What is then there goes to row b
-// of lse [SEQ_Q + 1, FLOATS]. Each copied float, over b + 3, is added to the sum of its number.
+// k is an array of floats. The first integers of row b of q say what block b does with them: how
+// many it copies, from which one on, and to which place in shared memory. What is then there goes
+// to row b of lse [SEQ_Q + 1, FLOATS]. Each copied float, over b + 3, is added to the sum of its
+// number.
 extern "C" __global__ void attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
     const auto* place = reinterpret_cast<const int16_t*>(p.q + blockIdx.x * p.q_stride.row);

@@ -20,15 +20,16 @@ from verify.tests.small_kernels import (
 
 BLOCKS, THREADS, NUM_LSE = 3, 64, 512
 GLOBALS = """
+#include "bulk.cuh"
 #include "copy.cuh"
 #include "reduce.cuh"
 #include "signal.cuh"
-#include "tma.cuh"
 #include "wmma.cuh"
 #define SIGNAL(i) (*reinterpret_cast<Signal*>(p.o + 8 * (i)))
 """
-LAYOUT = "alignas(128) Element box[64];"
+LAYOUT = "alignas(128) Element box[64]; Mbarrier full;"
 BOXES = ".q_box = {8, 8, SWIZZLE_NONE}, .o_box = {8, 8, SWIZZLE_NONE},"
+SOURCE = {"threads": THREADS, "globals_": GLOBALS, "layout": LAYOUT, "boxes": BOXES}
 SETUP = """
     [[maybe_unused]] wmma::Accumulator c;
     [[maybe_unused]] float* const row = p.lse + 64 * block;
@@ -40,6 +41,14 @@ NO_RACE = {
     "rows of one's own": "row[t] = t; row[t] += 1; row[63 - t] = row[t ^ 1];",
     "all read the inputs": "row[t] = to_float(p.q[t % 8]) + to_float(p.k[0]);",
     "all add to one sum": "red_add(p.lse, 1); red_add(&p.lse[t], 2);",
+    "all add in bulk to one sum": """
+        red_add(&p.lse[t], 2);
+        if (t < 2) {
+            cp_reduce_async_bulk_add(p.lse, reinterpret_cast<const float*>(smem.box), 128);
+            cp_async_bulk_commit_group();
+            cp_async_bulk_wait_group_read<0>();
+        }
+    """,
     "rows of one's own, and a sum": "row[t] = 1; red_add(&p.lse[192 + t], 1);",
     "a signal": """
         if (block == 0) { p.lse[t] = 1; __syncthreads(); if (t < 32) post_signal(SIGNAL(0)); }
@@ -92,6 +101,14 @@ FAULTS = [
         READS.format(OUT),
     ),
     Fault(
+        "a bulk load of what another block has written",
+        "if (t) return; mbarrier_init(smem.full, 1); fence_mbarrier_init(); "
+        "mbarrier_arrive_expect_tx(smem.full, 16); "
+        "cp_async_bulk_load(smem.box, p.o + 8 * ((block + 1) % 3), 16, smem.full); "
+        "while (!mbarrier_try_wait_parity(smem.full, 0)) { } p.o[8 * block] = p.q[0];",
+        READS.format(OUT).replace(r", thread \d+", ""),  # when it lands
+    ),
+    Fault(
         "a signal that comes too early",
         "if (t < 32) { if (block == 0) { post_signal(SIGNAL(0)); p.lse[t] = 1; } "
         "if (block == 1) { take_signal(SIGNAL(0)); p.lse[t] = 2; } }",
@@ -107,6 +124,13 @@ FAULTS = [
         "the sum is read",
         "if (block == 2) { red_add(last_row + t, 1); row[0] = last_row[t]; }",
         RACE + rf"reads what block 2 has added to @, at byte \d+ of {LSE}; the sum is there when",
+    ),
+    Fault(
+        "the sum in bulk is read",
+        "if (block == 2 && t == 0) { cp_reduce_async_bulk_add(last_row, "
+        "reinterpret_cast<const float*>(smem.box), 16); cp_async_bulk_commit_group(); "
+        "cp_async_bulk_wait_group<0>(); row[0] = last_row[3]; }",
+        RACE + rf"reads what block 2 has added to @, at byte 524 of {LSE}; the sum is there when",
     ),
     Fault(
         "the sum is written",
@@ -127,7 +151,7 @@ Q = torch.zeros(1, 1, BLOCKS, 8, dtype=torch.bfloat16)
 def right(tmp_path_factory) -> Step:
     folder = tmp_path_factory.mktemp("no_race")
     bodies = list(NO_RACE.values())
-    return write_scenarios(folder, "no_race", bodies, SETUP, threads=THREADS, globals_=GLOBALS)
+    return write_scenarios(folder, "no_race", bodies, SETUP, **SOURCE)
 
 
 @pytest.mark.parametrize("name", NO_RACE)
@@ -140,8 +164,7 @@ def test_what_is_ordered_is_no_race(right, name):
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory) -> Step:
-    source = {"threads": THREADS, "globals_": GLOBALS, "layout": LAYOUT, "boxes": BOXES}
-    return write_faults(tmp_path_factory.mktemp("races"), FAULTS, SETUP, **source)
+    return write_faults(tmp_path_factory.mktemp("races"), FAULTS, SETUP, **SOURCE)
 
 
 @pytest.mark.parametrize("seed", range(4))

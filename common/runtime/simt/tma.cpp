@@ -89,8 +89,8 @@ TensorBox tensor_box(const TensorMap& tensor_map, const int (&first)[4], const v
     return box;
 }
 
-// Consecutive bytes as a box: all of a tensor that is one row of floats. Reports where they cannot be
-// copied.
+// Consecutive bytes as a box: all of a tensor that is one row of floats. Reports where they cannot
+// be copied.
 TensorBox row_box(const void* global, const void* shared, int bytes, const Operation& operation) {
     if (bytes <= 0 || bytes % CHUNK_BYTES) {
         operation_fault("wrong number of bytes", operation)
