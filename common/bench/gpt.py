@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ..problem import Shape
+
 BYTES = 256  # the vocabulary
-ROTARY_BASE = 10000.0
 
 # Of q, k and v [batch, heads, seq, head_dim], causal: o like q.
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -23,9 +25,18 @@ class Size:
     head_dim: int
     context: int  # the longest sequence, in bytes
 
+    rotary_base: ClassVar[float] = 10000.0
+
     @property
     def width(self) -> int:
         return self.heads * self.head_dim
+
+    def shape(self, batch: int) -> Shape:
+        """What each block asks attention to compute, of sequences as long as the context."""
+        return Shape(batch, self.heads, self.heads, self.context, self.context, self.head_dim)
+
+    def block(self) -> nn.Module:
+        return Block(self)
 
 
 class GPT(nn.Module):
@@ -35,7 +46,7 @@ class GPT(nn.Module):
         super().__init__()
         self.size = size
         self.embedding = nn.Embedding(BYTES, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(size.block() for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.width)
         self.head = nn.Linear(size.width, BYTES, bias=False)
         self.register_buffer("rotation", _rotation(size), persistent=False)
@@ -71,7 +82,7 @@ class Block(nn.Module):
         """x and the result are [batch, seq, width], rotation is as from _rotation()."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.unbind(2)  # [batch, seq, heads, head_dim] each
-        q, k, v = (t.transpose(1, 2) for t in (_rotate(q, rotation), _rotate(k, rotation), v))
+        q, k, v = (t.transpose(1, 2) for t in (rotate(q, rotation), rotate(k, rotation), v))
         x = x + self.attention_out(attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.mlp_out(nn.functional.gelu(self.mlp_in(self.mlp_norm(x))))
 
@@ -79,11 +90,11 @@ class Block(nn.Module):
 def _rotation(size: Size) -> Tensor:
     """Cosine and sine of each position's angles, float32 [2, context, 1, head_dim / 2]."""
     exponents = torch.arange(0, size.head_dim, 2) / size.head_dim
-    angles = torch.arange(size.context)[:, None] * ROTARY_BASE**-exponents
+    angles = torch.arange(size.context)[:, None] * size.rotary_base**-exponents
     return torch.stack((angles.cos(), angles.sin()))[:, :, None]
 
 
-def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """x [batch, seq, heads, head_dim] in float32, pairs of its channels turned by the angles."""
     cos, sin = rotation
     first, second = x.float().chunk(2, -1)

@@ -6,12 +6,14 @@ FlashAttention takes as it is and any other backend as a matrix.
 
 Backward is that of their own forward, which has run once, except where a function of o and lse can
 be called: then it is given the operation's.
+
+What a model is trained on, forward and backward by autograd, is one function of q, k and v.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from verify.inputs import Inputs
 
 from ..operation import BACKWARD, FORWARD, Operation
+from ..problem import Shape
 from ..record_schema import FA3, NAIVE
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of an operation in its order, or the first one
@@ -33,6 +36,10 @@ SDPA = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+
+
+# What a peer raises where it is not installed, or refuses the device, the shape or the memory.
+REFUSALS = (ImportError, OSError, RuntimeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,36 @@ def load_peer(name: str, operation: Operation, inputs: Inputs, *, causal: bool) 
         peer.call()  # some refuse the device, the shape or the memory only when they run
         torch.cuda.synchronize()
         return peer
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    except REFUSALS as error:
+        return reason(error)
+
+
+def reason(error: Exception) -> str:
+    """Why a peer is missing, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def find_differentiable(name: str, shape: Shape, *, causal: bool) -> tuple[Attention, str]:
+    """One peer as a function of q, k and v of that shape, for autograd, and its route.
+
+    torch.autocast casts its inputs. Raises one of REFUSALS where the peer is missing; the function
+    may raise one only when it runs.
+    """
+    if name != FA3:
+        backend = SDPA[name]
+        return _pinned_sdpa(backend, shape.q, shape.kv, causal), _sdpa_route(backend)
+    library = _find_flash_attention_3()
+
+    def flash_attention_3(q, k, v) -> torch.Tensor:
+        q, k, v = (_autocast(x).transpose(1, 2) for x in (q, k, v))
+        return library.differentiable(q, k, v, causal).transpose(1, 2)
+
+    return flash_attention_3, library.route
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _sdpa(backend: SDPBackend, q, k, v, *, causal: bool) -> Peer:
@@ -91,7 +126,7 @@ def _sdpa_route(backend: SDPBackend) -> str:
 
 
 def _pinned_sdpa(
-    backend: SDPBackend, q_shape: torch.Size, k_shape: torch.Size, causal: bool
+    backend: SDPBackend, q_shape: Sequence[int], k_shape: Sequence[int], causal: bool
 ) -> Attention:
     """SDPA of q, k and v [batch, heads, seq, head_dim] of these shapes."""
     # Only what is needed: a backend may refuse it.
@@ -132,11 +167,13 @@ def _gradients(
 class _FlashAttention3:
     """FlashAttention-3 from somewhere, for tensors [batch, seq, heads, head_dim].
 
-    forward is a function of q, k, v and causal. backward takes the operation's inputs and causal,
-    and returns a function that computes the gradients, and its held_bytes.
+    forward is a function of q, k, v and causal, differentiable the same for autograd. backward
+    takes the operation's inputs and causal, and returns a function that computes the gradients, and
+    its held_bytes.
     """
 
     forward: Attention
+    differentiable: Attention
     backward: Callable[..., tuple[Callable[[], tuple[torch.Tensor, ...]], int]]
     route: str
 
@@ -177,7 +214,7 @@ def _find_flash_attention_3() -> _FlashAttention3:
         def backward(q, k, v, o, lse, dout, causal: bool):
             return _gradients(partial(forward, causal=causal), q, k, v, o, lse, dout)
 
-        return _FlashAttention3(forward, backward, "flash_attn_interface")
+        return _FlashAttention3(forward, forward, backward, "flash_attn_interface")
     try:
         import xformers
         import xformers.flash_attn_3._C  # registers the operators
@@ -194,15 +231,31 @@ def _registered_ops(route: str) -> _FlashAttention3:
         return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal)[0]
 
     def backward(q, k, v, o, lse, dout, causal: bool):
-        def gradients() -> tuple[torch.Tensor, ...]:
-            # Given, as versions differ in whether they return them.
-            dq, dk, dv = outputs = tuple(torch.empty_like(x) for x in (q, k, v))
-            torch.ops.flash_attn_3.bwd(dout, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, is_causal=causal)
-            return outputs
+        return partial(_registered_gradients, q, k, v, o, lse, dout, causal), 0
 
-        return gradients, 0
+    return _FlashAttention3(forward, _RegisteredOps.apply, backward, route)
 
-    return _FlashAttention3(forward, backward, route)
+
+def _registered_gradients(q, k, v, o, lse, dout, causal: bool) -> tuple[torch.Tensor, ...]:
+    # Given, as versions differ in whether they return them.
+    dq, dk, dv = outputs = tuple(torch.empty_like(x) for x in (q, k, v))
+    torch.ops.flash_attn_3.bwd(dout, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, is_causal=causal)
+    return outputs
+
+
+class _RegisteredOps(torch.autograd.Function):
+    """The operators, which have no gradients of their own; arguments are q, k, v and causal."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal: bool) -> torch.Tensor:
+        o, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.causal = causal
+        return o
+
+    @staticmethod
+    def backward(ctx, dout):
+        return *_registered_gradients(*ctx.saved_tensors, dout, ctx.causal), None
 
 
 # By operation: of torch's backends and of FlashAttention-3.

@@ -21,7 +21,6 @@ peak_memory_bytes   of a training: what the gradients of a batch take, with all 
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -32,17 +31,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from verify.case import Case
 
 from .. import attention
-from ..operation import BACKWARD, FORWARD
-from ..operator import highest_step
 from ..paths import ROOT
 from ..problem import TRAINED_SHAPE
 from ..records import PROFILES_DIR, SCHEMA, TRAIN_FILE, TRAINED_FILE, gpu_folder, write_record
-from ..runtime.backend import Backend, empty_outputs
+from ..runtime.backend import Backend
 from ..runtime.cpu import CpuBackend
 from ..runtime.gpu import GpuBackend
 from ..step import Step
 from ..text import listed
 from ..trained_inputs import TrainedInputs, write_trained
+from .attentions import steps_for, zeros_for
 from .cells import build_all
 from .corpus import cut, read_corpus
 from .device_state import device_state, git_state, versions
@@ -81,7 +79,7 @@ TINY_PLAN = Plan(
 def try_training() -> dict[str, list[float]]:
     """The losses of each step of both trainings by TINY_PLAN on the CPU, by name."""
     backend = CpuBackend()
-    trainings = _trainings(TINY_PLAN, _steps(TINY_PLAN, backend), backend.device)
+    trainings = _trainings(TINY_PLAN, steps_for(backend, TINY_PLAN.problem), backend.device)
     train(TINY_PLAN, trainings, read_corpus(ROOT).learned)
     return {name: training.losses for name, training in trainings.items()}
 
@@ -92,7 +90,7 @@ def measure_training() -> Path:
     Raises UsageError where no step can run or be compiled, and where the losses drift apart.
     """
     backend = GpuBackend()
-    steps = _steps(PLAN, backend)
+    steps = steps_for(backend, PLAN.problem)
     build_all(backend, steps, [Case.of("train", PLAN.problem)])
     corpus = read_corpus(ROOT)
     trainings = _trainings(PLAN, steps, backend.device)
@@ -103,7 +101,7 @@ def measure_training() -> Path:
         **versions(),
         "sources": {step.name: {"code_sha256": step.code_sha256} for step in steps},
         "text": corpus.as_record(),
-        "config": _config(PLAN, trainings["ours"]),
+        "config": trainings["ours"].config(),
     }
     before = device_state()
     train(PLAN, trainings, corpus.learned)
@@ -131,36 +129,11 @@ def _trainings(plan: Plan, steps: list[Step], device: torch.device) -> dict[str,
     return {name: Training(plan, each, device) for name, each in attentions.items()}
 
 
-def _steps(plan: Plan, backend: Backend) -> list[Step]:
-    """The forward and the backward step that attention() takes where none is given."""
-    x = _like_q(plan, backend)
-    saved = empty_outputs(FORWARD, (x, x, x))
-    inputs = {FORWARD: (x, x, x), BACKWARD: (x, x, x, *saved, x)}
-    return [
-        highest_step(backend, operation, tensors, causal=True)
-        for operation, tensors in inputs.items()
-    ]
-
-
 def _sdpa_route(plan: Plan, backend: Backend) -> str:
     """What scaled_dot_product_attention takes where it is left to choose."""
-    x = _like_q(plan, backend).requires_grad_()
-    chosen = SDPBackend(torch._fused_sdp_choice(x, x, x, is_causal=True))
+    q, k, v = (x.requires_grad_() for x in zeros_for(backend, plan.problem))
+    chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True))
     return f"torch {torch.__version__}, {chosen.name}"
-
-
-def _like_q(plan: Plan, backend: Backend) -> torch.Tensor:
-    """[batch, heads, context, head_dim] without contents, which lies as the model's q does."""
-    batch, heads, seq, head_dim = plan.problem.shape.q
-    x = torch.empty(batch, seq, heads, head_dim, dtype=torch.bfloat16, device=backend.device)
-    return x.transpose(1, 2)
-
-
-def _config(plan: Plan, training: Training) -> dict:
-    numbers = asdict(plan)
-    size = numbers.pop("size")
-    parameters = sum(parameter.numel() for parameter in training.model.parameters())
-    return {**size, **numbers, "parameters": parameters}
 
 
 def _summary(plan: Plan, training: Training, held_out: torch.Tensor) -> dict:

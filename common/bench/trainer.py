@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from ..errors import UsageError
-from ..problem import Problem, Shape
+from ..problem import Problem
 from .corpus import draw
 from .gpt import GPT, Attention, Size
 
@@ -42,9 +42,7 @@ class Plan:
     @property
     def problem(self) -> Problem:
         """What each layer asks attention to compute."""
-        heads, seq = self.size.heads, self.size.context
-        shape = Shape(self.batch, heads, heads, seq, seq, self.size.head_dim)
-        return Problem(shape, "bf16", causal=True)
+        return Problem(self.size.shape(self.batch), "bf16", causal=True)
 
     def rate(self, step: int) -> float:
         """Of the highest learning rate: it rises linearly and falls by half a cosine."""
@@ -60,6 +58,7 @@ class Training:
     """
 
     def __init__(self, plan: Plan, attention: Attention, device: torch.device) -> None:
+        self.plan = plan
         self.model = GPT(plan.size, SEED).to(device)
         self.losses: list[float] = []
         self.step_ms: list[float] = []
@@ -78,19 +77,34 @@ class Training:
         """Learns sequences, int64 [batch, context + 1], from any device."""
         sequences = sequences.to(self._device)
         start = perf_counter()
+        loss = self.update(sequences)
+        self.losses.append(loss.item())  # waits for everything above
+        self.step_ms.append(round(1000 * (perf_counter() - start), 3))
+
+    def update(self, sequences: Tensor) -> Tensor:
+        """The work of a step on the device, where sequences are: nothing waits for it.
+
+        Returns their mean loss [] before it.
+        """
         loss = self.add_gradients(sequences)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad()
-        self.losses.append(loss.item())  # waits for everything above
-        self.step_ms.append(round(1000 * (perf_counter() - start), 3))
+        return loss.detach()
 
     def add_gradients(self, sequences: Tensor) -> Tensor:
         """The mean loss [] of sequences, whose gradients it adds to the parameters'."""
         loss = self._loss(sequences)
         loss.backward()
         return loss
+
+    def config(self) -> dict:
+        """The plan, as records have it, and how many parameters the model has."""
+        numbers = asdict(self.plan)
+        size = numbers.pop("size")
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return {**size, **numbers, "parameters": parameters}
 
     @torch.no_grad()
     def mean_loss(self, batches: Iterable[Tensor]) -> float:

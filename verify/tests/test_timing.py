@@ -7,12 +7,14 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from common.bench import peers, trial
+from common.bench.attentions import forward_and_backward
 from common.bench.peers import (
     Peer,
     _flash_attention_3_backward,
     _registered_ops,
     _sdpa,
     _sdpa_backward,
+    find_differentiable,
     load,
 )
 from common.bench.timing import time_interleaved
@@ -76,7 +78,19 @@ def test_what_forward_has_saved_is_held(monkeypatch):
 
 
 class RegisteredOps:
-    """A stand-in for FlashAttention-3's operators, whose tensors are [batch, seq, heads, dim]."""
+    """A stand-in for FlashAttention-3's operators, whose tensors are [batch, seq, heads, dim].
+
+    Like those it takes no float32 but that of lse, where bf16 is asked of it.
+    """
+
+    def __init__(self, dtype=torch.float32):
+        self.dtype = dtype
+
+    def fwd(self, *inputs, is_causal):
+        assert {x.dtype for x in inputs} == {self.dtype}
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+        o, lse = attention_reference(q, k, v, causal=is_causal, softmax_scale=q.shape[-1] ** -0.5)
+        return [o.transpose(1, 2).to(self.dtype), lse.float(), torch.empty(0), torch.empty(0)]
 
     def bwd(self, *inputs, dq, dk, dv, is_causal):
         q, k, v, o, dout = (x.transpose(1, 2) for x in (*inputs[1:5], inputs[0]))
@@ -97,6 +111,33 @@ def test_gradients_of_flash_attention_3_lie_as_the_operation_has_them(monkeypatc
         peer.call(), gradients_reference(*inputs, **case.arguments), strict=True
     ):
         assert (got - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["sdpa_math", "flash_attention_3"])
+def test_peers_are_differentiated_by_autograd(monkeypatch, name):
+    monkeypatch.setattr(torch.ops, "flash_attn_3", RegisteredOps(), raising=False)
+    monkeypatch.setattr(peers, "_find_flash_attention_3", lambda: _registered_ops("fake"))
+    case, (q, k, v, *saved, dout) = make_backward(64, 2, "cpu", torch.float32, True)
+    call, route = find_differentiable(name, case.shape, causal=True)
+    assert route.startswith("fake" if name == "flash_attention_3" else "torch ")
+    outputs = forward_and_backward(call, q, k, v, dout)
+    gradients = gradients_reference(q, k, v, *saved, dout, **case.arguments)
+    for got, expected in zip(outputs, (saved[0], *gradients), strict=True):
+        assert got.shape == expected.shape
+        assert (got - expected).abs().max() < 1e-4
+
+
+def test_autocast_casts_what_flash_attention_3_gets(monkeypatch):
+    """As it does for torch's SDPA; the gradients have the dtype of the inputs."""
+    ops = RegisteredOps(torch.bfloat16)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", ops, raising=False)
+    monkeypatch.setattr(peers, "_find_flash_attention_3", lambda: _registered_ops("fake"))
+    case, (q, k, v, *_, dout) = make_backward(64, 2, "cpu", torch.float32, True)
+    call, _ = find_differentiable("flash_attention_3", case.shape, causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        o, *gradients = forward_and_backward(call, q, k, v, dout.bfloat16())
+    assert o.dtype == torch.bfloat16
+    assert {x.dtype for x in gradients} == {torch.float32}
 
 
 @pytest.mark.gpu
