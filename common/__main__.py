@@ -34,6 +34,7 @@ def _main(arguments: list[str] | None) -> int:
     bench.add_argument("--grid", action="store_true", help="over a grid of shapes")
     bench.add_argument("--distributions", action="store_true", help="on many kinds of inputs")
     bench.add_argument("--latency", action="store_true", help="what small calls cost")
+    bench.add_argument("--training", action="store_true", help="what training takes")
     commands.add_parser("train", help="train a GPT on attention() and on torch's")
     compare = commands.add_parser("compare", help="diff of two steps, and what it changes")
     compare.add_argument("first")
@@ -74,6 +75,7 @@ def _run(options: argparse.Namespace) -> int:
         bench_distributions,
         bench_grid,
         bench_latency,
+        bench_training,
         profile,
         run_steps,
         train,
@@ -87,6 +89,8 @@ def _run(options: argparse.Namespace) -> int:
         return train()
     if options.latency:
         return bench_latency()
+    if options.training:
+        return bench_training()
     if options.distributions:
         return bench_distributions()
     return bench_grid() if options.grid else bench(options.experiments)

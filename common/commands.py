@@ -150,6 +150,16 @@ def bench_latency() -> int:
     return 0
 
 
+def bench_training() -> int:
+    """Measures what training takes on attention() and on the peers."""
+    _require_gpu()
+    from .bench.training_speed import measure_training_speed
+
+    print(tables.training_speed(_after_recording(measure_training_speed())))
+    _report_regenerated()
+    return 0
+
+
 def train() -> int:
     """Trains a GPT on attention() and on torch's; without a GPU a tiny one, for some steps."""
     from .bench.train import TINY_PLAN, measure_training, try_training

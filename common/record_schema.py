@@ -23,6 +23,7 @@ TIMELINE_TILES = 6  # shown by its diagram
 SHARES = ("rescaled", "redone")  # of the work tiles
 OURS = "ours"  # attention(), beside its peers
 TRAININGS = (OURS, "sdpa")
+WORKLOADS = ("layer", "gpt", "llama")  # that the speed of training is measured on
 NAIVE = "sdpa_math"  # of the peers, torch's unfused code, which holds all scores
 FA3 = "flash_attention_3"  # of the peers, the one whose speed others are shares of
 EACH = object()  # stands for all keys of a dict that the form does not name
@@ -147,17 +148,18 @@ _CODE = {"code_sha256": str}
 _SOURCE = {"step": str, **_CODE}
 
 
+_TIMED = {
+    "time_ms": _positive,
+    "time_p25_ms": _positive,
+    "time_p75_ms": _positive,
+    "samples_ms": [_positive],
+    "peak_memory_bytes": NUMBER,
+}
+
+
 def _outcome(operation: Operation) -> dict:
     """Errors by output: at least the first one's, the only one that a peer returns."""
-    return {
-        "time_ms": _positive,
-        "time_p25_ms": _positive,
-        "time_p75_ms": _positive,
-        "tflops": _positive,
-        "samples_ms": [_positive],
-        "errors": {operation.outputs[0].name: NUMBER},
-        "peak_memory_bytes": NUMBER,
-    }
+    return {**_TIMED, "tflops": _positive, "errors": {operation.outputs[0].name: NUMBER}}
 
 
 def _experiment_record(operation: Operation) -> dict:
@@ -280,6 +282,29 @@ TRAIN_RECORD = {
     **dict.fromkeys(TRAININGS, _TRAINING),
     "losses": _of_each_training,
     "step_ms": _of_each_training,
+}
+
+
+def _workload(more: dict, of_attention: dict) -> dict:
+    """Of what training was timed on: what it is, and how each attention did."""
+    measured = {"route": str, **_TIMED, **of_attention}
+    attentions = {OURS: measured, EACH: AnyOf([{"missing": str}, measured])}
+    return {"run": str, "environment": _ENVIRONMENT, **more, "attentions": attentions}
+
+
+_LAYER = _workload(
+    {"shape": _SHAPE},
+    {"tflops": _positive, "errors": dict.fromkeys(("o", "dq", "dk", "dv"), NUMBER)},
+)
+_TRAINING_STEP = _workload(
+    {"config": {**dict.fromkeys(_CONFIG, _count), "tolerance": _positive}},
+    {"losses": _some([_positive])},
+)
+TRAINING_SPEED_RECORD = {
+    "device": str,
+    "sources": _some({EACH: _CODE}),
+    "models": {EACH: str},
+    "workloads": dict(zip(WORKLOADS, (_LAYER, _TRAINING_STEP, _TRAINING_STEP), strict=True)),
 }
 
 

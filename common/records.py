@@ -6,8 +6,8 @@ grid_backward.json are of many shapes (grid.py), distributions.json is of many k
 (distributions.py), and beside each of these lies, as grid_previous.json, the run before, if that
 was of the same sources; timelines/vNN.json has the clocks of a pipeline (timeline.py); latency.json
 is what small calls cost (latency.py), train.json how a model was trained on attention() (train.py),
-whose q, k and v are in trained.npz; profiles/static/vNN.json is what is known without a GPU
-(static_analysis.py).
+whose q, k and v are in trained.npz, and training_speed.json what training takes
+(training_speed.py); profiles/static/vNN.json is what is known without a GPU (static_analysis.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from .errors import UsageError
@@ -34,6 +35,7 @@ DISTRIBUTIONS_FILE = "distributions.json"
 LATENCY_FILE = "latency.json"
 TRAIN_FILE = "train.json"
 TRAINED_FILE = "trained.npz"  # of common/trained_inputs.py
+TRAINING_SPEED_FILE = "training_speed.json"
 
 # The files whose code a repeated call of attention() runs on the host.
 _HOST_FILES = (
@@ -44,6 +46,8 @@ _HOST_FILES = (
     "runtime/gpu.py",
     "runtime/launch.py",
 )
+# The files that say what a training step is.
+_MODEL_FILES = ("bench/gpt.py", "bench/llama.py", "bench/trainer.py")
 
 _VENDORS = {"nvidia"}
 _MEMORY = re.compile(r"\b\d+gb hbm\w*")
@@ -70,7 +74,16 @@ def previous_path(path: Path) -> Path:
 
 def host_hashes() -> dict[str, str]:
     """SHA-256 of the code that a call of attention() runs on the host, by path in common/."""
-    return {name: python_sha256(ROOT / "common" / name) for name in _HOST_FILES}
+    return _python_hashes(_HOST_FILES)
+
+
+def model_hashes() -> dict[str, str]:
+    """SHA-256 of the code of the models and of their training step, by path in common/."""
+    return _python_hashes(_MODEL_FILES)
+
+
+def _python_hashes(paths: Iterable[str]) -> dict[str, str]:
+    return {path: python_sha256(ROOT / "common" / path) for path in paths}
 
 
 def is_stale(record: dict, step: Step) -> bool:

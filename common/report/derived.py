@@ -12,7 +12,7 @@ from ..metrics import (
     spill_bytes,
 )
 from ..operation import operation_of
-from ..record_schema import FA3, NUMBER
+from ..record_schema import FA3, NUMBER, OURS
 
 BANK_COUNTS = ("accesses", "ideal", "wavefronts")
 
@@ -71,6 +71,17 @@ def peer_ratios(record: dict, step: str) -> dict[str, float]:
         if step in rates and peers:
             ratios[cell["name"]] = rates[step] / max(peers)
     return ratios
+
+
+def speeds_over_peers(workload: dict) -> dict[str, float]:
+    """Of a workload of the speed of training, by peer: attention()'s speed over the peer's."""
+    attentions = workload["attentions"]
+    ours_ms = attentions[OURS]["time_ms"]
+    return {
+        name: each["time_ms"] / ours_ms
+        for name, each in attentions.items()
+        if name != OURS and "time_ms" in each
+    }
 
 
 def static_derived(record: dict) -> dict:

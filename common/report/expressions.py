@@ -16,6 +16,7 @@
     v06.sass.attention_forward.HMMA      one of derived.static_derived
     v06.banks.ldmatrix_x4.conflicts
     train.ours.loss, train.sdpa.ms_per_step              of the training on attention(), on torch's
+    training_speed.llama.ours.time_ms                    of a workload on attention() or a peer
 
 A dotted path walks through the record's JSON and the numbers derived from it; "sass" and "banks"
 lead to the static record of the step or experiment. What has no record, or one whose source has
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS
 from ..problem import DISTRIBUTIONS
-from ..record_schema import SHARES
+from ..record_schema import SHARES, WORKLOADS
 from .derived import derived, static_derived
 from .record_set import NOT_MEASURED, STALE, RecordSet, Whole
 
@@ -144,6 +145,8 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
         return _walk(record_set.of(_PEERS[name]).newest, derived, ["peers", *keys], text)
     if name == "train":
         return _training_number(record_set.training, keys, text)
+    if name == "training_speed":
+        return _speed_number(record_set.training_speed, keys, text)
     sources, recorded, derive = record_set.steps, record_set.measured, derived
     if name == "experiments" and keys:
         name = keys.pop(0)
@@ -190,6 +193,17 @@ def _training_number(training: Whole | None, keys: list[str], text: str) -> _Val
     if training and training.stale:
         raise _Unavailable(STALE)
     return _walk(training and training.record, lambda _: {}, keys, text)
+
+
+def _speed_number(speed: Whole | None, keys: list[str], text: str) -> _Value:
+    if not keys:
+        raise UsageError(f"'{text}' does not read like 'training_speed.llama.ours.time_ms'")
+    workload, *keys = keys
+    _require(workload, list(WORKLOADS), text)
+    if speed and speed.stale:
+        raise _Unavailable(STALE)
+    measured = speed and speed.record["workloads"][workload]
+    return _walk(measured, lambda workload: workload["attentions"], keys, text)
 
 
 def _walk(

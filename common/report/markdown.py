@@ -5,11 +5,12 @@ Generated text stands between HTML comments, which render invisibly:
     <!-- table: results -->…<!-- end -->          or memory, peers, grid, sass, banks: those of the
                                                   forward ladder
     <!-- table: results b -->…<!-- end -->        any of these, of the ladder with this letter
-    <!-- table: latency -->…<!-- end -->          or distributions
+    <!-- table: latency -->…<!-- end -->          or distributions, training_speed
     <!-- table: counters v04 -->…<!-- end -->     or resources, experiments: those of a step
     <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers and grid of any ladder,
-                                                  distributions and latency, of the records in
-                                                  profiles/h100, which need not be there
+                                                  distributions, latency and training_speed, of
+                                                  the records in profiles/h100, which need not be
+                                                  there
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
 They show the H200's records and the static ones unless told. In the results table those of any
@@ -35,7 +36,7 @@ from .record_set import NOT_MEASURED, Ladder, RecordSet, load_record_set
 from .timeline_plot import render_timelines
 
 REQUIRED_TABLES = {
-    "README.md": ("results", "grid", "results b"),
+    "README.md": ("results", "grid", "results b", "training_speed"),
     "worklog.md": (
         "results",
         "memory",
@@ -49,6 +50,7 @@ REQUIRED_TABLES = {
         "memory b",
         "peers b",
         "grid b",
+        "training_speed",
     ),
 }
 
@@ -210,8 +212,13 @@ LADDER_TABLES = {
     "grid": tables.grid,
 }
 STATIC_TABLES = {"sass": tables.sass, "banks": tables.banks}
-# Of what was measured on a GPU, all of it of the forward ladder.
-GPU_TABLES = {"distributions": tables.distributions, "latency": tables.latency}
+# Of what was measured on a GPU and is of no ladder's own: attention() as it picks its steps, or the
+# forward ladder.
+GPU_TABLES = {
+    "distributions": tables.distributions,
+    "latency": tables.latency,
+    "training_speed": tables.training_speed,
+}
 STEP_TABLES = {
     "resources": tables.resources,
     "counters": tables.counters,

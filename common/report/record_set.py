@@ -20,6 +20,7 @@ from ..record_schema import (
     STATIC_RECORD,
     TIMELINE_RECORD,
     TRAIN_RECORD,
+    TRAINING_SPEED_RECORD,
     Form,
 )
 from ..records import (
@@ -27,9 +28,11 @@ from ..records import (
     LATENCY_FILE,
     STATIC,
     TRAIN_FILE,
+    TRAINING_SPEED_FILE,
     grid_file,
     host_hashes,
     is_stale,
+    model_hashes,
     previous_path,
     read_record,
     read_records,
@@ -110,6 +113,7 @@ class RecordSet:
     cells: dict[str, Cells]  # "grid" and "grid_backward", of shapes; "distributions", of the inputs
     latency: Whole | None  # of small calls
     training: Whole | None
+    training_speed: Whole | None
 
     @property
     def distributions(self) -> Cells | None:
@@ -165,6 +169,7 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
         cells={name: record for name, record in cells.items() if record},
         latency=_load_latency(folder, steps),
         training=_load_training(folder, steps),
+        training_speed=_load_training_speed(folder, steps),
     )
 
 
@@ -211,6 +216,14 @@ def _load_latency(folder: Path, steps: Sequence[Step]) -> Whole | None:
 def _load_training(folder: Path, steps: Sequence[Step]) -> Whole | None:
     record = read_record(folder / TRAIN_FILE, TRAIN_RECORD)
     return record and Whole(record, stale=bool(_stale(record["sources"], steps)))
+
+
+def _load_training_speed(folder: Path, steps: Sequence[Step]) -> Whole | None:
+    record = read_record(folder / TRAINING_SPEED_FILE, TRAINING_SPEED_RECORD)
+    if not record:
+        return None
+    stale = bool(_stale(record["sources"], steps)) or record["models"] != model_hashes()
+    return Whole(record, stale)
 
 
 def _baseline_is_current(baseline: dict | None, steps: Sequence[Step]) -> bool:

@@ -11,7 +11,14 @@ from typing import Any
 from ..metrics import num_conflicts, smem_bytes, spill_bytes
 from ..operation import operation_of
 from ..record_schema import FA3, NAIVE, NUMBER, SHARES
-from .derived import derived, peer_ratios, readable, static_derived, top_stalls
+from .derived import (
+    derived,
+    peer_ratios,
+    readable,
+    speeds_over_peers,
+    static_derived,
+    top_stalls,
+)
 from .record_set import NOT_MEASURED, STALE, Ladder, RecordSet
 
 Row = dict[str, Any]
@@ -201,6 +208,31 @@ def latency(record_set: RecordSet) -> list[Row]:
         }
         for cell in cells
     ]
+
+
+def training_speed(record_set: RecordSet) -> list[Row]:
+    """A row for each attention in each workload; speedup is attention()'s speed over a peer's.
+
+    loss is that of the last step; a layer alone has none.
+    """
+    if record_set.training_speed is None or record_set.training_speed.stale:
+        return []
+    keys = ("route", "time_ms", "time_p25_ms", "time_p75_ms", "peak_memory_bytes")
+    rows = []
+    for workload, measured in record_set.training_speed.record["workloads"].items():
+        speedups = speeds_over_peers(measured)
+        for name, each in measured["attentions"].items():
+            row: Row = {"workload": workload, "name": name}
+            if "missing" in each:
+                rows.append({**row, "missing": each["missing"]})
+                continue
+            row |= {key: each[key] for key in keys}
+            if name in speedups:
+                row["speedup"] = speedups[name]
+            if "losses" in each:
+                row["loss"] = each["losses"][-1]
+            rows.append(row)
+    return rows
 
 
 def resources(record_set: RecordSet, step: str) -> list[Row]:

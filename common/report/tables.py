@@ -9,7 +9,7 @@ from typing import Any
 from ..metrics import OPCODES
 from ..operation import FORWARD, Operation
 from ..problem import TRAINED
-from ..record_schema import SHARES
+from ..record_schema import OURS, SHARES, WORKLOADS
 from ..text import kib, label, listed, markdown, megabytes
 from . import rows
 from .derived import derived, peer_ratios
@@ -132,15 +132,11 @@ def peers(ladder: Ladder) -> str:
     found = rows.peers(ladder)
     if not found:
         return NOT_MEASURED
-
-    def quartiles(row: Row) -> str:
-        return f"{row['time_p25_ms']:.4g}–{row['time_p75_ms']:.4g}" if "route" in row else ""
-
     columns = {
         "Peer": _value("name"),
         "Code": _first(_value("route"), _value("missing", "missing: {}".format)),
         ">Time (ms)": _MS,
-        ">p25–p75 (ms)": quartiles,
+        ">p25–p75 (ms)": _quartiles,
         ">TFLOP/s": _TFLOPS,
         ">Peak memory": _PEAK_MEMORY,
         ">Max error": _ERROR,
@@ -335,6 +331,60 @@ def _samples(by_name: dict[str, list[float]]) -> int:
     return len(next(iter(by_name.values())))
 
 
+def training_speed(record_set: RecordSet) -> str:
+    """What a layer and training steps take on attention() and on its peers, and their losses."""
+    found = rows.training_speed(record_set)
+    if not found:
+        return STALE if record_set.training_speed else NOT_MEASURED
+    assert record_set.training_speed is not None
+    record = record_set.training_speed.record
+    columns = {
+        "Workload": _value("workload"),
+        "Attention": _value("name"),
+        "Code": _first(_value("route"), _value("missing", "missing: {}".format)),
+        ">Time (ms)": _MS,
+        ">p25–p75 (ms)": _quartiles,
+        ">Speed of ours over it": _value("speedup", _bold_from_one),
+        ">Peak memory": _PEAK_MEMORY,
+        ">Loss": _value("loss", "{:.4f}".format),
+    }
+    workloads = record["workloads"]
+    layer, gpt, llama = (workloads[name] for name in WORKLOADS)
+    shape = layer["shape"]
+    states = [layer["environment"]["before"]]
+    states += [workload["environment"]["after"] for workload in workloads.values()]
+    return _table(columns, found) + (
+        f"\n\n{record['device']}. layer: forward and backward of attention alone, by autograd; "
+        f"batch {shape['batch']}, heads {shape['heads']}/{shape['kv_heads']}, sequence "
+        f"{shape['seq_q']}, head_dim {shape['head_dim']}, {shape['dtype']}, "
+        f"{'causal' if shape['causal'] else 'not causal'}, stored [batch, sequence, heads, "
+        "head_dim]; q, k, v and dout normally distributed with variance 1. gpt: a training step of "
+        f"`make train`'s model, {_model(gpt['config'])}. llama: one of a block of Llama 3 with 8 "
+        f"billion parameters between an embedding and a head of bytes, {_model(llama['config'])}. "
+        "A training step is forward, loss, backward, clipping of the gradients and AdamW, of "
+        "float32 parameters under a bf16 autocast. Median of "
+        f"{len(layer['attentions'][OURS]['samples_ms'])} interleaved rounds, L2 flushed before "
+        "each. In bold: ours is no slower. Peak memory: beyond q, k, v and dout; of a training "
+        "step, beyond the parameters and AdamW's state. Loss: of step "
+        f"{gpt['config']['steps']} of gpt and {llama['config']['steps']} of llama, in nats a byte, "
+        "from the same seed and on the same batches; up to there ours is within "
+        f"{_tolerance(gpt)} of each peer's at every step of gpt, within {_tolerance(llama)} of "
+        "llama, or nothing would be recorded. "
+        f"{_device_states(states)}"
+    )
+
+
+def _model(config: dict) -> str:
+    return (
+        f"{config['parameters'] / 1e6:.1f} M parameters, "
+        f"{config['batch']} × {config['context']} bytes"
+    )
+
+
+def _tolerance(workload: dict) -> str:
+    return f"{100 * workload['config']['tolerance']:g} %"
+
+
 def resources(record_set: RecordSet, step: str) -> str:
     """One row per kernel of the step: what the compiler gave it."""
     found = rows.resources(record_set, step)
@@ -503,6 +553,10 @@ def _each(key: str, show: Show) -> Cell:
 def _first(*cells: Cell) -> Cell:
     """The first that shows something."""
     return lambda row: next((text for cell in cells if (text := cell(row))), "")
+
+
+def _quartiles(row: Row) -> str:
+    return f"{row['time_p25_ms']:.4g}–{row['time_p75_ms']:.4g}" if "time_p25_ms" in row else ""
 
 
 def _status_in(title: str, columns: dict[str, Cell]) -> dict[str, Cell]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.operation import Operation
 from common.problem import DISTRIBUTIONS, TRAINED
-from common.records import SCHEMA, host_hashes
+from common.records import SCHEMA, host_hashes, model_hashes
 from common.step import Step
 
 
@@ -201,6 +201,46 @@ def fake_training(forward: Step, backward: Step, steps: int = 8) -> dict:
         "sdpa": outcome("torch 1.0, FLASH_ATTENTION", 1.0, 10.0),
         "losses": {"ours": [1.015 * loss for loss in losses], "sdpa": losses},
         "step_ms": {"ours": [20.0] * steps, "sdpa": [10.0] * steps},
+    }
+
+
+def fake_training_speed(forward: Step, backward: Step) -> dict:
+    """Ours takes 20 ms of each workload, one peer 10, one 30, and one is missing."""
+    state = fake_record(forward)["environment"]["before"]
+    config = {
+        **{"layers": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "context": 8192},
+        **{"batch": 1, "steps": 2, "window": 1, "tolerance": 0.003, "parameters": 22 * 10**7},
+    }
+    shape = fake_record(forward)["shape"] | {"kv_heads": 8, "causal": True}
+
+    def workload(name: str, more: dict, of_attention: dict) -> dict:
+        def outcome(route: str, time_ms: float) -> dict:
+            measured = _outcome(backward.operation, time_ms)
+            errors = {"o": 0.001, **measured["errors"]}
+            return {"route": route, **measured, "errors": errors, **of_attention}
+
+        return {
+            "run": f"2000-01-01 {name}",
+            "environment": {"before": state, "after": state},
+            **more,
+            "attentions": {
+                "ours": outcome(f"{forward.name} and {backward.name}", 20.0),
+                "sdpa_flash": outcome("torch 1.0", 30.0),
+                "sdpa_cudnn": outcome("torch 1.0", 10.0),
+                "flash_attention_3": {"missing": "not installed"},
+            },
+        }
+
+    return {
+        "schema": SCHEMA,
+        "device": "NVIDIA H200",
+        "sources": {step.name: {"code_sha256": step.code_sha256} for step in (forward, backward)},
+        "models": model_hashes(),
+        "workloads": {
+            "layer": workload("layer", {"shape": shape}, {}),
+            "gpt": workload("gpt", {"config": config}, {"losses": [6.0, 5.0]}),
+            "llama": workload("llama", {"config": config}, {"losses": [6.0, 5.5]}),
+        },
     }
 
 

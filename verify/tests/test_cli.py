@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs make without the settings that an outer make has exported."""
     outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "N", "STEPS", "CASES", "SEED"}
-    outer |= {"EXPERIMENTS", "GRID", "DIST", "LATENCY", "M"}
+    outer |= {"EXPERIMENTS", "GRID", "DIST", "LATENCY", "TRAIN", "M"}
     variables = {name: value for name, value in os.environ.items() if name not in outer}
     return subprocess.run(
         ["make", "-C", str(ROOT), "--no-print-directory", *arguments],
@@ -128,6 +128,7 @@ def test_options_of_check():
         (["bench", "GRID=1"], "-m common bench --grid"),
         (["bench", "DIST=1"], "-m common bench --distributions"),
         (["bench", "LATENCY=1"], "-m common bench --latency"),
+        (["bench", "TRAIN=1"], "-m common bench --training"),
         (["compare", "N=8", "M=9"], "-m common compare 8 9"),
         (["worklog"], "-m common worklog"),
         (["worklog", "CHECK=1"], "-m common worklog --check"),
@@ -187,7 +188,13 @@ def test_whoever_reads_the_output_may_stop():
 
 @pytest.mark.parametrize(
     "options",
-    [(), *((f"--{what}",) for what in ("experiments", "grid", "distributions", "latency"))],
+    [
+        (),
+        *(
+            (f"--{what}",)
+            for what in ("experiments", "grid", "distributions", "latency", "training")
+        ),
+    ],
 )
 def test_bench_without_a_gpu_is_one_clear_line(capsys, monkeypatch, options):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -30,6 +30,7 @@ from verify.tests.fake_records import (
     fake_record,
     fake_static_record,
     fake_timeline,
+    fake_training_speed,
 )
 
 V01, V02, V03, V04 = all_steps()[:4]
@@ -39,6 +40,7 @@ README = """# Title
 <!-- table: grid --><!-- end -->
 It takes <!-- = v02.time_ms : .1f -->0<!-- end --> ms.
 <!-- table: results b --><!-- end -->
+<!-- table: training_speed --><!-- end -->
 """
 WORKLOG = """# Title
 <!-- table: results --><!-- end -->
@@ -56,6 +58,7 @@ WORKLOG = """# Title
 <!-- table: memory b --><!-- end -->
 <!-- table: peers b --><!-- end -->
 <!-- table: grid b --><!-- end -->
+<!-- table: training_speed --><!-- end -->
 """
 FIGURES = [f"figures/{name}" for name in figures()]
 CELL_PLOTS = ("grid", "distributions")
@@ -120,6 +123,7 @@ def test_rows_are_plain_values(root):
     write_record(root / "profiles/h200/grid.json", fake_grid(V01, V02))
     write_record(root / "profiles/h200/distributions.json", fake_distributions(V01, V02))
     write_record(root / "profiles/h200/latency.json", fake_latency(V02))
+    write_record(root / "profiles/h200/training_speed.json", fake_training_speed(V02, B02))
     record_set = record_set_of(root)
     ladder = record_set.of(FORWARD)
     steps = {row["name"]: row for row in rows.steps(ladder)}
@@ -139,7 +143,7 @@ def test_rows_are_plain_values(root):
     assert rows.latency(record_set)[0]["device_us"]["v02"] == 5.0
     assert rows.distributions(record_set)[0]["by_head_dim"]["64"]["ratio"] == 200 / 640
     of_a_ladder = (rows.sass, rows.banks, rows.grid)
-    of_a_set = (rows.distributions, rows.latency)
+    of_a_set = (rows.distributions, rows.latency, rows.training_speed)
     of_a_step = (rows.resources, rows.counters)
     for found in (
         *(read(ladder) for read in of_a_ladder),
@@ -304,7 +308,7 @@ def test_a_ladder_without_its_letter_is_forward(backward_root):
     for kind in ("memory", "peers"):
         of_letter = table_of(backward_root, f"{kind} v")
         assert f"<!-- table: {kind} -->\n\n{of_letter}\n\n<!-- end -->" in text
-    assert readme.count("not measured\n\n<!-- end -->") == 2  # the forward grid, twice
+    assert readme.count("not measured\n\n<!-- end -->") == 3  # the forward grid, twice; training
 
 
 def test_a_ladder_on_another_gpu(backward_root):
@@ -415,6 +419,7 @@ RECORDS = [
     "h200/distributions.json",
     "h200/distributions_previous.json",
     "h200/latency.json",
+    "h200/training_speed.json",
     "h200/timelines/v09.json",
     "static/v02.json",
     "geforce_rtx_4090/v02.json",
