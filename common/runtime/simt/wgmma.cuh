@@ -52,11 +52,13 @@ uint64_t matrix_descriptor(const Element* start, int leading_bytes, int stride_b
     return simt::matrix_descriptor(start, leading_bytes, stride_bytes, SWIZZLE, site);
 }
 
-// Fences and waits name up to three arrays of registers, for the device compiler's sake; here a
+// Fences and waits name up to five arrays of registers, for the device compiler's sake; here a
 // wait checks that nothing in flight uses those that it names.
 template <typename A = simt::NoRegisters, typename B = simt::NoRegisters,
-          typename C = simt::NoRegisters>
+          typename C = simt::NoRegisters, typename D = simt::NoRegisters,
+          typename E = simt::NoRegisters>
 void wgmma_fence(A& = simt::no_registers, B& = simt::no_registers, C& = simt::no_registers,
+                 D& = simt::no_registers, E& = simt::no_registers,
                  simt::Site site = simt::Site::here()) {
     simt::fence_wgmma(site);
 }
@@ -64,13 +66,17 @@ void wgmma_fence(A& = simt::no_registers, B& = simt::no_registers, C& = simt::no
 void wgmma_commit_group(simt::Site site = simt::Site::here());
 
 template <int PENDING, typename A = simt::NoRegisters, typename B = simt::NoRegisters,
-          typename C = simt::NoRegisters>
+          typename C = simt::NoRegisters, typename D = simt::NoRegisters,
+          typename E = simt::NoRegisters>
 void wgmma_wait_group(A& a = simt::no_registers, B& b = simt::no_registers,
-                      C& c = simt::no_registers, simt::Site site = simt::Site::here()) {
+                      C& c = simt::no_registers, D& d = simt::no_registers,
+                      E& e = simt::no_registers, simt::Site site = simt::Site::here()) {
     simt::land_wgmma(PENDING, site);
     simt::require_landed(&a, sizeof(a), site);
     simt::require_landed(&b, sizeof(b), site);
     simt::require_landed(&c, sizeof(c), site);
+    simt::require_landed(&d, sizeof(d), site);
+    simt::require_landed(&e, sizeof(e), site);
 }
 
 template <simt::MatrixElement T, Major A_MAJOR, Major B_MAJOR, int TILES>
