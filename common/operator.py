@@ -473,7 +473,7 @@ def highest_step(
 ) -> Step:
     """The step that attention() uses where none is given. Raises UsageError where none can run."""
     refusals: dict[str, str] = {}
-    for step in reversed(_steps_of(operation)):
+    for step in reversed([step for step in _steps_of(operation) if not step.draft]):
         reason = (_disorder(step) if deterministic else None) or _refusal(
             backend, step, inputs, causal
         )

@@ -74,6 +74,7 @@ class Step:
     change: str
     why: str
     limits: Limits
+    draft: str | None  # why attention() does not take the step yet
     unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
     code_sha256: str  # of its code and its headers', without comments
 
@@ -89,8 +90,8 @@ class Step:
 
 
 def read_step(path: Path) -> Step:
-    """Parses the header comment of a step's file: title line, change:, why:, limits:, and repeats:
-    where a repeated call may give other bits.
+    """Parses the header comment of a step's file: title line, change:, why:, limits:; draft:
+    where attention() is not to take it yet; and repeats: where a repeated call may give other bits.
 
     Raises UsageError where the file cannot be read or says something else.
     """
@@ -112,7 +113,7 @@ def read_step(path: Path) -> Step:
     fields: dict[str, str] = {}
     key = None
     for line in header[1:]:
-        if found := re.match(r"(change|why|limits|repeats): *(.*)", line):
+        if found := re.match(r"(change|why|limits|draft|repeats): *(.*)", line):
             key = found[1]
             fields[key] = found[2]
         elif line and key:
@@ -122,6 +123,8 @@ def read_step(path: Path) -> Step:
     for name in ("change", "why", "limits"):
         if name not in fields:
             raise UsageError(f"{path}: no '// {name}:' line in the header comment")
+    if fields.get("draft") == "":
+        raise UsageError(f"{path}: 'draft:' must say why, as in 'draft: no GPU has run it'")
     return Step(
         name=title[1],
         path=path,
@@ -129,6 +132,7 @@ def read_step(path: Path) -> Step:
         change=fields["change"],
         why=fields["why"],
         limits=_parse_limits(path, fields["limits"]),
+        draft=fields.get("draft"),
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
         code_sha256=sha256,
     )

@@ -587,6 +587,18 @@ def test_a_step_that_repeats_no_bits_is_not_deterministic(unordered) -> None:
             attention(*inputs, backward_step=unordered, deterministic=True)
 
 
+def test_a_draft_is_taken_by_its_name_only(found, monkeypatch) -> None:
+    draft = replace(BACKWARD_STEPS[0], name="b98", draft="no GPU has run it")
+    steps, find = (*all_steps(), draft), find_step
+    monkeypatch.setattr(op, "all_steps", lambda: steps)
+    monkeypatch.setattr(op, "find_step", lambda name: draft if name == "b98" else find(name))
+    inputs = make_inputs()
+    attention(*inputs).sum().backward()
+    assert "b98" not in found
+    attention(*inputs, backward_step="b98").sum().backward()
+    assert "b98" in found
+
+
 def test_where_no_step_repeats_its_bits(monkeypatch) -> None:
     monkeypatch.setattr(op, "_calls", cache.Cache())
     inputs = make_inputs()
