@@ -76,6 +76,17 @@ _OWN = (
     Case("gqa_8", Shape(1, 16, 2, 70, 90, 64), BF16),
     Case("gqa_8_causal", Shape(1, 8, 1, 133, 70, 128), BF16, causal=True),
     Case("gqa_4_fp16", Shape(1, 4, 1, 70, 200, 64), FP16, dout=rows_of_all_sizes),
+    # Above 128, dK and dV of 64 keys do not fit into a warpgroup's registers.
+    Case("head_dim_96_gqa", Shape(1, 4, 2, 140, 200, 96), BF16, causal=True),
+    Case("head_dim_192_gqa", Shape(1, 4, 2, 140, 200, 192), BF16),
+    Case("head_dim_256_gqa", Shape(1, 4, 2, 135, 150, 256), BF16),
+    Case(
+        "head_dim_256_dout_of_all_sizes",
+        Shape(1, 2, 1, 140, 130, 256),
+        FP16,
+        causal=True,
+        dout=rows_of_all_sizes,
+    ),
     # The gradient of o.
     Case("dout_zero_in_places", Shape(1, 2, 1, 133, 140, 64), BF16, dout=zero_in_places),
     Case("dout_zero", Shape(1, 1, 1, 40, 70, 64), FP16, dout=scaled_gradient(0)),
