@@ -10,6 +10,7 @@ import torch
 from common.errors import UsageError
 from common.paths import ROOT
 from common.runtime.cpu import CpuBackend, SimtError
+from common.runtime.gpu import GpuBackend
 from common.step import Step, read_step
 from verify.tests.small_kernels import (
     Fault,
@@ -52,10 +53,76 @@ def test_numbers_pass_through_three_kernels(make_backend, blocks):
         assert torch.equal(launch(backend, q).cpu(), expected(q))
 
 
-# ---- what the CPU reports
+@pytest.mark.gpu
+def test_on_another_stream():
+    backend = GpuBackend()
+    launch(backend, make_q(backend, 40, seed=0))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    for seed in range(3):
+        with torch.cuda.stream(stream):
+            q = make_q(backend, 40, seed)
+            lse = launch(backend, q)
+        stream.synchronize()
+        assert torch.equal(lse.cpu(), expected(q))
+
+
+@pytest.mark.gpu
+def test_in_a_captured_cuda_graph():
+    backend = GpuBackend()
+    q = make_q(backend, 40, seed=0)
+    launch(backend, q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lse = launch(backend, q)
+    for seed in range(3):
+        q.copy_(make_q(backend, 40, seed))
+        lse.zero_()
+        graph.replay()
+        assert torch.equal(lse.cpu(), expected(q))
+
+
+# ---- on the GPU it starts early indeed
 
 START_EARLY = "\n__constant__ int32_t kernels_start_early = 1;"
+OVERLAP = """
+#include "clock.cuh"
+#include "dependent_launch.cuh"
+
+// Tells in lse[1] whether the kernel behind has written lse[0] meanwhile, or in a second at most.
+extern "C" __global__ void front(const __grid_constant__ AttentionParams p) {
+    griddepcontrol_launch_dependents();
+    const volatile float& written = p.lse[0];
+    const int64_t end = mov_clock64() + (int64_t{1} << 31);
+    while (written == 0 && mov_clock64() < end) {
+    }
+    p.lse[1] = written;
+}
+"""
 FRONT = '{.name = "front", .grid = {{SEQ_Q, 1}}, .threads = 1},'
+
+
+@pytest.mark.gpu
+def test_it_starts_before_the_kernel_in_front_has_ended(tmp_path):
+    """By a write that a step must not make."""
+    backend = GpuBackend()
+    step = write_step(
+        tmp_path,
+        "overlap",
+        "p.lse[0] = 1; griddepcontrol_wait();",
+        threads=1,
+        globals_=OVERLAP + START_EARLY,
+        in_front=FRONT,
+    )
+    step = replace(step, limits=STEP.limits)
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16, device=backend.device)
+    for _ in range(2):
+        lse = torch.zeros(2, device=backend.device)
+        backend.launch(step, q, q, q, q.clone(), lse, causal=False, softmax_scale=1.0)
+    assert lse.tolist() == [1, 1]
+
+
+# ---- what the CPU reports
 
 NUM_LSE = 512
 SOURCE = {
