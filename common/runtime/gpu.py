@@ -14,12 +14,11 @@ import torch
 
 from ..cache import Cache
 from ..errors import UsageError
-from ..operation import Operation
 from ..problem import Specialization
 from ..step import Step
 from .backend import Call, not_enough_memory, specialization
 from .build import Build, Resources, build_cubin, cubin_flags, nvcc, parse_resources
-from .driver import bindings, call
+from .driver import EarlyLaunch, bindings, call
 from .launch import (
     LaunchDescriptor,
     check_alignment,
@@ -41,7 +40,7 @@ class _Module:
     """A loaded cubin."""
 
     descriptor: LaunchDescriptor
-    functions: dict[str, tuple]  # PyCUDA's, and the bytes to put before its parameter
+    launches: dict[str, tuple]  # PyCUDA's or alike, and the bytes to put before the parameter
     resources: dict[str, Resources]
 
 
@@ -54,7 +53,7 @@ class _Launch:
 
     step: Step
     descriptor: LaunchDescriptor
-    kernels: tuple[tuple, ...]  # of each: PyCUDA's launch, gap, grid, block, bytes of smem
+    kernels: tuple[tuple, ...]  # of each: launch, gap, grid, block, bytes of smem
     workspace_bytes: tuple[int, ...]
     num_tensors: int
 
@@ -154,10 +153,9 @@ class GpuBackend:
         plan = evaluate(module.descriptor, sizes_of(step.operation, tensors), self.multiprocessors)
         kernels = []
         for kernel in plan.kernels:
-            function, gap = module.functions[kernel.name]
+            launch, gap = module.launches[kernel.name]
             grid, block = (kernel.blocks, 1, 1), (kernel.threads, 1, 1)
-            # The end of prepared_async_call, which packs the bytes first: most of its time.
-            kernels.append((function._launch_kernel, gap, grid, block, kernel.smem_bytes))
+            kernels.append((launch, gap, grid, block, kernel.smem_bytes))
         return _Launch(step, module.descriptor, tuple(kernels), plan.workspace_bytes, len(tensors))
 
     def _call(self, prepared: _Launch, *arguments) -> list[torch.Tensor]:
@@ -241,32 +239,54 @@ class GpuBackend:
             build = build_cubin(step, spec, self.arch(step))
             with self._lock:
                 if (step, spec) not in self._modules:
-                    self._modules[step, spec] = self._load(step.operation, build)
+                    self._modules[step, spec] = self._load(step, build)
         return self._modules[step, spec]
 
-    def _load(self, operation: Operation, build: Build) -> _Module:
+    def _load(self, step: Step, build: Build) -> _Module:
         with self._pushed_context():
             module = self._driver.module_from_file(str(build.path))
             pointer, size = module.get_global("launch_descriptor")
-            descriptor = descriptor_type(operation)()
+            descriptor = descriptor_type(step.operation)()
             assert size == ctypes.sizeof(descriptor), "launch.py and launch.h differ"
             self._driver.memcpy_dtoh(descriptor, pointer)
+            start_early = self._kernels_start_early(step, module)
             resources = parse_resources(build.log)
-            functions = {}
-            for kernel in descriptor.kernels:
+            launches = {}
+            for index, kernel in enumerate(descriptor.kernels):
                 if not kernel.name:
                     continue
                 name = kernel.name.decode()
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
+                if start_early and index > 0:
+                    most_smem_bytes = min(kernel.smem_bytes, self._smem_limit)
+                    # The driver knows the parameter's place, and leaves the gap itself.
+                    launches[name] = EarlyLaunch(build.path, name, most_smem_bytes), b""
+                    continue
                 function = module.get_function(name)
-                params_bytes = ctypes.sizeof(params_type(operation))
-                functions[name] = function, bytes(_parameter_offset(build.path, name, params_bytes))
+                params_bytes = ctypes.sizeof(params_type(step.operation))
+                gap = bytes(_parameter_offset(build.path, name, params_bytes))
+                # The end of prepared_async_call, which packs the bytes first: most of its time.
+                launches[name] = function._launch_kernel, gap
                 if DEFAULT_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
                     function.set_attribute(
                         self._driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES,
                         kernel.smem_bytes,
                     )
-            return _Module(descriptor, functions, resources)
+            return _Module(descriptor, launches, resources)
+
+    def _kernels_start_early(self, step: Step, module) -> bool:
+        """Whether the step defines it as 1."""
+        try:
+            pointer, size = module.get_global("kernels_start_early")
+        except self._driver.LogicError:
+            return False
+        defined = ctypes.c_int32()
+        if size != ctypes.sizeof(defined):
+            raise UsageError(f"{step.name}: kernels_start_early has {size} bytes: make it int32_t")
+        self._driver.memcpy_dtoh(defined, pointer)
+        if defined.value not in (0, 1):
+            raise UsageError(f"{step.name}: kernels_start_early is {defined.value}: make it 0 or 1")
+        return bool(defined.value)
 
 
 def _pack(

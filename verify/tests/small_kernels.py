@@ -29,7 +29,7 @@ struct Layout {{
 extern "C" {{
 __constant__ LaunchDescriptor launch_descriptor = {{
     .alignment = {alignment},
-    .kernels = {{{{.name = "test_kernel",
+    .kernels = {{{in_front}{{.name = "test_kernel",
                  .grid = {{{{SEQ_Q, 1}}}},
                  .threads = {threads},
                  .smem_bytes = sizeof(Layout)}}}},
@@ -58,8 +58,9 @@ def write_step(
     globals_: str = "",
     layout: str = "float first[32], second[32]; int counter;",
     boxes: str = "",
+    in_front: str = "",
 ) -> Step:
-    """boxes are fields of the launch descriptor."""
+    """boxes: fields of the launch descriptor, each before a comma; in_front: kernels, likewise."""
     path = folder / f"{name}.cu"
     path.write_text(
         SOURCE.format(
@@ -69,6 +70,7 @@ def write_step(
             globals=globals_,
             layout=layout,
             boxes=boxes,
+            in_front=in_front,
             alignment=16 if boxes else "sizeof(Element)",
         )
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -11,9 +13,14 @@ import pytest
 import torch
 
 from common.catalog import find_step
-from common.runtime import gpu
+from common.errors import UsageError
+from common.paths import ROOT
+from common.problem import Specialization
+from common.runtime import driver, gpu
+from common.runtime.build import Build, Resources
 from common.runtime.cpu import CpuBackend
 from common.runtime.launch import params_type
+from common.step import read_step
 
 CONTEXT = 7  # torch's
 GAP = b"gap"  # before a kernel's parameter
@@ -82,15 +89,13 @@ class Gpu:
         self.events.append("encode")
         return {name: bytes(128) for name in maps}
 
-    def load(self, operation, job):
-        step, spec, _ = job
+    def load(self, step, job):
+        _, spec, _ = job
         descriptor = CpuBackend().descriptor(step, spec)
-        functions = {
-            kernel.name.decode(): (SimpleNamespace(_launch_kernel=self.launch), GAP)
-            for kernel in descriptor.kernels
-            if kernel.name
+        launches = {
+            kernel.name.decode(): (self.launch, GAP) for kernel in descriptor.kernels if kernel.name
         }
-        return gpu._Module(descriptor, functions, {})
+        return gpu._Module(descriptor, launches, {})
 
     def launch(self, grid, block, parameters, smem_bytes, stream):
         if self.fails:
@@ -197,3 +202,112 @@ def test_what_lies_alike_is_prepared_once(fake, tensors) -> None:
     wide = torch.zeros(1, 2, 9, 72, dtype=q.dtype)[..., :64]
     fake.backend.launch(V11, wide, *others, causal=False, softmax_scale=0.5)
     assert fake.take().count("encode") == 2
+
+
+@pytest.fixture
+def load(fake, monkeypatch) -> Callable[[bytes | None], gpu._Module]:
+    """Loads three kernels whose kernels_start_early is these bytes; None: they have none."""
+    step = read_step(ROOT / "verify" / "instructions" / "dependent_launch.cu")
+    descriptor = CpuBackend().descriptor(step, Specialization(8, "bf16", False))
+    resources = dict.fromkeys(("first", "second", "third"), Resources(*[0] * 6))
+    monkeypatch.setattr(gpu, "parse_resources", lambda log: resources)
+    monkeypatch.setattr(gpu, "_parameter_offset", lambda cubin, kernel, params_bytes: 16)
+    monkeypatch.setattr(gpu, "EarlyLaunch", lambda cubin, name, smem_bytes: f"early {name}")
+
+    def load(start_early: bytes | None) -> gpu._Module:
+        symbols = {"launch_descriptor": bytes(descriptor)}
+        if start_early is not None:
+            symbols["kernels_start_early"] = start_early
+
+        def get_global(name):
+            if name not in symbols:
+                raise DriverError("cuModuleGetGlobal failed: named symbol not found")
+            return name, len(symbols[name])
+
+        def memcpy_dtoh(to, name):
+            ctypes.memmove(ctypes.addressof(to), symbols[name], ctypes.sizeof(to))
+
+        pycuda = fake.backend._driver
+        pycuda.LogicError = DriverError
+        pycuda.module_from_file.return_value.get_global = get_global
+        pycuda.memcpy_dtoh = memcpy_dtoh
+        return gpu.GpuBackend._load(fake.backend, step, Build(Path("step.cubin"), ""))
+
+    return load
+
+
+def test_kernels_that_start_early_are_launched_by_cuda_bindings(fake, load) -> None:
+    module = fake.backend._driver.module_from_file.return_value
+    by_pycuda = module.get_function.return_value._launch_kernel, bytes(16)
+    assert load(b"\1\0\0\0").launches == {
+        "first": by_pycuda,
+        "second": ("early second", b""),
+        "third": ("early third", b""),
+    }
+    for absent_or_0 in (None, bytes(4)):
+        assert load(absent_or_0).launches == dict.fromkeys(("first", "second", "third"), by_pycuda)
+
+
+@pytest.mark.parametrize(
+    ("start_early", "error"),
+    [
+        (b"\2\0\0\0", "kernels_start_early is 2: make it 0 or 1"),
+        (b"\xff\xff\xff\xff", "kernels_start_early is -1: make it 0 or 1"),
+        (b"\1", "kernels_start_early has 1 bytes: make it int32_t"),
+        (bytes(8), "kernels_start_early has 8 bytes: make it int32_t"),
+    ],
+)
+def test_a_wrong_kernels_start_early_is_one_clear_line(load, start_early, error) -> None:
+    with pytest.raises(UsageError, match=f"^dependent_launch: {error}$"):
+        load(start_early)
+
+
+@pytest.fixture
+def early(monkeypatch) -> SimpleNamespace:
+    """cuda-bindings: keeps what is launched, as (config, function, the parameter's 4 bytes)."""
+    driver._early_config.cache_clear()
+    fake = MagicMock(CUlaunchConfig=SimpleNamespace, CUstream=int, launched=[], status=0)
+    fake.CUresult.CUDA_SUCCESS = 0
+    fake.CUlaunchAttribute = lambda: SimpleNamespace(value=SimpleNamespace())
+    fake.cuDriverGetVersion.return_value = 0, driver.MIN_VERSION
+    fake.cuLibraryLoadFromFile.return_value = 0, "library"
+    fake.cuLibraryGetKernel = lambda library, name: (0, f"{name.decode()} of {library}")
+    fake.cuKernelGetFunction = lambda kernel: (0, f"function {kernel}")
+    fake.cuFuncSetAttribute.return_value = (0,)
+
+    def launch(config, function, parameters, extra):
+        fake.launched.append((config, function, ctypes.string_at(parameters, 4)))
+        assert extra == 0
+        return (fake.status,)
+
+    fake.cuLaunchKernelEx = launch
+    monkeypatch.setattr(driver, "bindings", lambda: fake)
+    yield fake
+    driver._early_config.cache_clear()
+
+
+def test_what_an_early_launch_tells_the_driver(early) -> None:
+    launch = driver.EarlyLaunch(Path("step.cubin"), "second", 64)
+    stream = SimpleNamespace(handle=11)
+    for on in (None, stream, stream):
+        launch((5, 1, 1), (96, 1, 1), b"\0\1\2\3", 32, on)
+    for _, function, parameter in early.launched:
+        assert (function, parameter) == ("function second of library", b"\0\1\2\3")
+    default, first, again = (config for config, *_ in early.launched)
+    assert first is again, "made the same once more"
+    assert [default.hStream, first.hStream] == [0, 11]
+    for config in (default, first):
+        (attribute,) = config.attrs
+        ids = early.CUlaunchAttributeID
+        assert attribute.id is ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert attribute.value.programmaticStreamSerializationAllowed == config.numAttrs == 1
+        assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (5, 1, 1)
+        assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (96, 1, 1)
+        assert config.sharedMemBytes == 32
+
+
+def test_an_early_launch_that_fails_is_one_clear_line(early) -> None:
+    launch = driver.EarlyLaunch(Path("step.cubin"), "second", 64)
+    early.status = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
+    with pytest.raises(RuntimeError, match="second cannot be launched: CUDA_ERROR_INVALID"):
+        launch((5, 1, 1), (96, 1, 1), b"\0\1\2\3", 32, None)

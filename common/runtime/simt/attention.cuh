@@ -17,7 +17,8 @@
 //     wgmma.cuh     the warpgroup's products         warpgroup.cuh   setmaxnreg, named barriers
 //     mbarrier.cuh  barriers that count bytes        tma.cuh      copies of boxes of tensors
 //     signal.cuh    signals between blocks           reduce.cuh   additions in global memory
-//     clock.cuh     a clock that counts its readings
+//     clock.cuh     a clock that counts its readings bulk.cuh     copies of consecutive bytes
+//     dependent_launch.cuh   waits for the kernels in front
 //     access.h      addresses checked and counted    random.h     numbers drawn from the seed
 //     site.h        a place in the source
 //
@@ -44,8 +45,9 @@
 // in it for something else, it calls Worker::start_waiting() and yield(), and whatever it waits for
 // calls make_runnable(). If it tells other threads to go on, or starts a copy, it ends with
 // may_fall_behind(). If it accesses memory, the address goes through track(), in shared memory also
-// through shared_access(), and if it writes there, through note_write(). If it is a barrier, it also
-// tells races.h what it orders.
+// through shared_access(), and if it writes there, through note_write(). If it starts a copy from or
+// to global memory, that address goes through require_kernel_wait() of global_races.h. If it is a
+// barrier, it also tells races.h what it orders.
 #pragma once
 #include "elements.cuh"
 

@@ -1,5 +1,6 @@
 #include "copy.cuh"
 
+#include "global_races.h"
 #include "scheduler.h"
 
 namespace simt {
@@ -14,7 +15,10 @@ void start_copy(void* to_shared, const void* from_global, bool valid, Site site)
     require_aligned(from_global, 16, "cp_async_cg", site);
     worker.races().access(WRITE, offset, 16, site);
     memset(to_shared, POISON, 16);
-    if (valid) *static_cast<const volatile char*>(from_global);
+    if (valid) {
+        *static_cast<const volatile char*>(from_global);
+        global_races.require_kernel_wait(READ, from_global, site);
+    }
     const bool first_of_group =
         self.copies.empty() || self.copies.back().group != self.num_copy_groups;
     self.copies.push_back({site, to_shared, valid ? from_global : nullptr, self.num_copy_groups});

@@ -68,6 +68,7 @@ bool GlobalRaces::ordered(Write earlier) const {
 }
 
 void GlobalRaces::access(Access access, const void* address, size_t bytes, Place place) {
+    require_kernel_wait(access, address, place);
     const uint32_t block = blockIdx.x;
     const Write self = {block, Worker::current()->block_clock()[block], false};
     for_each_cell(address, bytes, [&](Cell& cell, const std::byte* at) {
@@ -81,6 +82,7 @@ void GlobalRaces::access(Access access, const void* address, size_t bytes, Place
 }
 
 void GlobalRaces::reduce(const void* address, size_t bytes, Place place) {
+    require_kernel_wait(WRITE, address, place);
     const uint32_t block = blockIdx.x;
     const Write self = {block, Worker::current()->block_clock()[block], true};
     for_each_cell(address, bytes, [&](Cell& cell, const std::byte* at) {
@@ -90,6 +92,23 @@ void GlobalRaces::reduce(const void* address, size_t bytes, Place place) {
         if (!earlier.is_reduction && !ordered(earlier))
             report("adds to", at, place, earlier, cell.place.load(RELAXED));
         cell.place.store(place, RELAXED);
+    });
+}
+
+void GlobalRaces::require_kernel_wait(Access access, const void* address, Place place) {
+    if (Worker::current()->has_waited_for_kernels()) return;
+    for_each_cell(address, 1, [&](Cell&, const std::byte*) {
+        Report report = Worker::current()->fault("access before griddepcontrol_wait");
+        place.describe(report);
+        report.add(": %s ", access == WRITE ? "writes" : "reads");
+        describe_address(report, static_cast<const std::byte*>(address));
+        report
+            .add(
+                ", which the kernels in front may still %s; only inputs are safe before the "
+                "thread executes griddepcontrol_wait, or comes to a barrier after another thread "
+                "of its block that has",
+                access == WRITE ? "read or write" : "write")
+            .fail();
     });
 }
 

@@ -10,6 +10,10 @@
 // has a clock: of every other block, the latest stamp whose accesses come before its own next one.
 // Signals pass on what a block knows.
 //
+// A kernel that starts early must not access these buffers before griddepcontrol_wait, since the
+// kernels in front may still read and write them: reported is an access of a thread that has not
+// executed it, and that no barrier orders after one of the block's threads that has.
+//
 // It does not find races
 // - of a read with a later write: the seed draws the order of the blocks, and another one finds it;
 // - between threads of a block;
@@ -59,6 +63,10 @@ class GlobalRaces {
     // The running block accesses bytes, or adds to them.
     void access(Access access, const void* address, size_t bytes, Place place);
     void reduce(const void* address, size_t bytes, Place place);
+
+    // The running thread accesses memory, now or in a copy that it starts: in a kernel that starts
+    // early, not an output or a workspace before griddepcontrol_wait.
+    void require_kernel_wait(Access access, const void* address, Place place);
 
   private:
     static constexpr size_t GRANULE_BYTES = 2;  // 16-bit elements may belong to different blocks

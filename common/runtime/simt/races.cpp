@@ -68,6 +68,7 @@ void Races::begin_block() {
         latest = 0;
     }
     order_block();
+    waits.clear();
 }
 
 void Races::order_block() {
@@ -147,6 +148,12 @@ void Races::start_copy(size_t offset, size_t bytes, Site site) {
         line.written.epoch = line.read.epoch = 0;
         line.is_split = false;
     });
+}
+
+bool Races::after_kernel_wait() const {
+    for (const Event& wait : waits)
+        if (wait.epoch <= block_known || ordered(wait, self())) return true;
+    return false;
 }
 
 bool Races::ordered(const Event& earlier, Party party) const {

@@ -104,6 +104,12 @@ class Races {
     // It starts a copy to these bytes, which are poison until the copy lands.
     void start_copy(size_t offset, size_t bytes, Site site);
 
+    // It has executed griddepcontrol_wait. Whether some such wait comes before all that it does next,
+    // and whether there was any in the block.
+    void note_kernel_wait(Site site) { waits.push_back({current[running_thread], self(), site}); }
+    bool after_kernel_wait() const;
+    bool has_kernel_wait() const { return !waits.empty(); }
+
   private:
     static constexpr size_t LINE_BYTES = 16;
     static constexpr size_t GRANULE_BYTES = 2;  // 16-bit elements may belong to different threads
@@ -176,6 +182,7 @@ class Races {
     Line* const lines;
     Event* const granules;          // writes to those of lines that are split
     Clock joined;                   // for order_lanes()
+    std::vector<Event> waits;       // the block's griddepcontrol_waits
     std::vector<Epoch> current;     // of each thread
     std::vector<Epoch> warp_known;  // what a warp's lanes did up to then comes before all they do
     Epoch block_known = 0;          // likewise of the block

@@ -64,6 +64,15 @@ void write_exactly(FILE* file, const void* from, size_t bytes) {
     if (fwrite(from, 1, bytes, file) != bytes) Report().add("the answer cannot be written").fail();
 }
 
+// Whether the step defines it as 1.
+bool kernels_start_early() {
+    const auto* defined = static_cast<const int32_t*>(dlsym(RTLD_DEFAULT, "kernels_start_early"));
+    if (!defined) return false;
+    if (*defined != 0 && *defined != 1)
+        Report().add("kernels_start_early is %d: make it 0 or 1", *defined).fail();
+    return *defined;
+}
+
 void launch_kernel(const Request& request, int index) {
     const KernelRequest& asked = request.kernels[index];
     kernel = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, asked.name));
@@ -95,6 +104,7 @@ void launch_kernel(const Request& request, int index) {
         .seed = mix(request.seed) + index,
         .odd = request.seed % 2 != 0,
         .count_banks = request.count_banks != 0,
+        .starts_early = kernels_start_early() && index > 0,
     };
     global_races.begin_launch();
     Grid(launch, bank_counter).run();

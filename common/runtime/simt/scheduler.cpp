@@ -61,6 +61,13 @@ void Worker::run_block(uint32_t block) {
         land_stores(threads[running], threads[running].stores.size());
     running = NO_THREAD;
     require_loads_landed();
+    if (launch.starts_early && !smem_races.has_kernel_wait()) {
+        fault("block ends without griddepcontrol_wait")
+            .add(
+                ": a kernel that starts early calls it in every block; else it may end, and the "
+                "kernel behind it go on, before the one in front has ended")
+            .fail();
+    }
     if (const char* where = smem.damaged_slack()) {
         fault("out-of-bounds write")
             .add(": %s of shared memory; an %s seed finds the line", where,

@@ -36,6 +36,7 @@ struct Launch {
     uint64_t seed;
     bool odd;  // the second of a check's two runs, which draws the opposite in in_this_run()
     bool count_banks;
+    bool starts_early;  // before the kernel in front of it has ended
 };
 
 // Runs blocks one after another on the OS thread that made it.
@@ -94,6 +95,12 @@ class Worker {
     // can. By then another warp may have taken the signal.
     void wait_for_signal(const uint64_t& signal);
     const std::vector<SignalWait>& signal_waits() const { return all_signal_waits; }
+
+    // Whether what the running thread does now comes after the end of the kernels in front.
+    bool has_waited_for_kernels() const {
+        // A load that lands was looked at when it started.
+        return !launch.starts_early || running == NO_THREAD || smem_races.after_kernel_wait();
+    }
 
     Grid& grid() { return launch_grid; }
     Thread& thread(int i) { return threads[i]; }

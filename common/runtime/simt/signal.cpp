@@ -29,6 +29,7 @@ void signal_collective(const char* name, const Signal& signal, Site site, Comple
     collective(warp, operation, address, [&](Payloads<SignalAddress> lanes) {
         require_same(warp, operation, lanes);
         Worker::current()->races().order_lanes(warp.first_thread, ALL_LANES);
+        global_races.require_kernel_wait(WRITE, &signal, site);
         complete(Operation{name, site});
     });
 }

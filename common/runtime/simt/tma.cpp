@@ -5,6 +5,7 @@
 #include "access.h"
 #include "async_view.h"
 #include "bulk.cuh"
+#include "global_races.h"
 #include "grid.h"
 #include "scheduler.h"
 #include "tensor_map.h"
@@ -149,6 +150,12 @@ void land_reduction(const BulkCopy& reduction) {
     Worker::current()->grid().add(to, x, reduction.elements.size() / sizeof(float));
 }
 
+// The first element of a tensor stands for all: a tensor is an input or not.
+void require_kernel_wait(Access access, const TensorBox& box, Site site) {
+    const auto* tensor = reinterpret_cast<const void*>(box.map.address);
+    global_races.require_kernel_wait(access, tensor, site);
+}
+
 // The number of the running thread's stores outside its `pending` latest groups.
 size_t num_stores_before(uint64_t pending) {
     const Thread& self = Worker::current()->self();
@@ -165,6 +172,7 @@ size_t num_stores_before(uint64_t pending) {
 void issue_load(const TensorBox& box, Mbarrier& barrier, const Operation& operation) {
     Worker& worker = *Worker::current();
     const Site site = operation.site;
+    require_kernel_wait(READ, box, site);
     const MbarrierState& state = find_mbarrier(barrier, operation.name, site);
     track(READ, &barrier, sizeof(barrier), site);
     if (!state.fenced) {
@@ -184,6 +192,7 @@ void issue_load(const TensorBox& box, Mbarrier& barrier, const Operation& operat
 void issue_store(const TensorBox& box, void (*land)(const BulkCopy&), const Operation& operation) {
     Worker& worker = *Worker::current();
     Thread& self = worker.self();
+    require_kernel_wait(WRITE, box, operation.site);
     const BulkCopy store = {operation.name, operation.site, self.num_store_groups, -1, box, land};
     read_box(store);  // the hardware may read it now
     self.stores.push_back(store);
