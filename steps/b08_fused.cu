@@ -2,7 +2,7 @@
 // change: a consumer starts S of the next tile before it hands on dQ of this one, and dV before it
 //     computes dS; it announces dS by an mbarrier, starts dK, and only then waits for the other's;
 //     blocks are persistent and go through their works longest first, and while dK and dV leave, the
-//     next work's tiles arrive
+//     next work's tiles arrive; a kernel starts before the one in front of it has ended
 // why: in b06 a warpgroup has no product queued while it computes exponentials and dS, stores dQ or
 //     waits at the barrier, and a block none while it begins and ends. 1.05 to 1.1 times b06, more
 //     where sequences are short or the mask is causal
@@ -12,6 +12,7 @@
 // repeats: all bits but dq's; blocks add to it in any order
 #include "backward.cuh"
 #include "bulk.cuh"
+#include "dependent_launch.cuh"
 #include "mma.cuh"
 #include "reduce_vector.cuh"
 #include "warpgroup.cuh"
@@ -67,7 +68,7 @@ struct alignas(SWIZZLE_128B_TILE) SharedMemory {
     Tile<BLOCK_M> dout[NUM_STAGES];
     Element ds[NUM_STAGES][1][BLOCK_N][BLOCK_M];  // the transpose of dS: one panel; in the end dV
     Staging staging;                              // in the end dK
-    Rows rows[Q_STAGES];
+    Rows rows[NUM_STAGES];                        // arrive with dO
     Mbarrier k_full, v_full, q_full[Q_STAGES], dout_full[NUM_STAGES];  // the tile has arrived
     Mbarrier k_empty, v_empty;                           // every warp that has to has read it
     Mbarrier q_empty[Q_STAGES], dout_empty[NUM_STAGES];  // every consumer warp has read it
@@ -85,6 +86,7 @@ template <>
 constexpr bool IS_FP16<fp16> = true;
 
 extern "C" {
+__constant__ int32_t kernels_start_early = 1;
 __constant__ BackwardDescriptor launch_descriptor = {
     .alignment = 16,
     .kernels = {{.name = "attention_delta",
@@ -278,6 +280,7 @@ __device__ float ds_factor(const float* tiles, int num_tiles) {
 // P = 2^(S - lse) is 0 there; delta = rowsum(dO * O)  [batch, heads, seq_q in whole tiles]. And dQ = 0.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     attention_delta(const __grid_constant__ BackwardParams p) {
+    griddepcontrol_launch_dependents();  // attention_backward may begin to load
     const int q_tiles = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
     const int head = blockIdx.x / q_tiles % p.heads;
     const int batch = blockIdx.x / q_tiles / p.heads;
@@ -395,25 +398,26 @@ __device__ void load(const BackwardParams& p, SharedMemory& smem) {
                 const int stage = i % NUM_STAGES, q_stage = i % Q_STAGES, q_start = tile * BLOCK_M;
                 const bool is_first = head == work.first_head && tile == work.first_tile;
                 wait_for(smem.q_empty[q_stage], i / Q_STAGES - 1);
-                Mbarrier& q_full = smem.q_full[q_stage];
-                mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(Rows));
-                load_tile(smem.q[q_stage], p.q_map, q_start, head, work.batch, q_full);
-                cp_async_bulk_load(&smem.rows[q_stage], all_rows + work.tile_index(p, head, tile),
-                                   sizeof(Rows), q_full);
+                mbarrier_arrive_expect_tx(smem.q_full[q_stage], sizeof(smem.q[0]));
+                load_tile(smem.q[q_stage], p.q_map, q_start, head, work.batch,
+                          smem.q_full[q_stage]);
                 if (is_first) {  // V before K, which is read for longer in the work before
                     wait_for(smem.v_empty, round - 1);
                     mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
                     load_tile(smem.v, p.v_map, work.k_start, work.kv_head, work.batch, smem.v_full);
                 }
                 wait_for(smem.dout_empty[stage], i / NUM_STAGES - 1);
-                mbarrier_arrive_expect_tx(smem.dout_full[stage], sizeof(smem.dout[0]));
-                load_tile(smem.dout[stage], p.dout_map, q_start, head, work.batch,
-                          smem.dout_full[stage]);
+                Mbarrier& dout_full = smem.dout_full[stage];
+                mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(Rows));
+                load_tile(smem.dout[stage], p.dout_map, q_start, head, work.batch, dout_full);
                 if (is_first) {
                     wait_for(smem.k_empty, round - 1);
                     mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
                     load_tile(smem.k, p.k_map, work.k_start, work.kv_head, work.batch, smem.k_full);
                 }
+                if (i == 0) griddepcontrol_wait();  // attention_delta has written all rows
+                cp_async_bulk_load(&smem.rows[stage], all_rows + work.tile_index(p, head, tile),
+                                   sizeof(Rows), dout_full);
             }
     }
 }
@@ -535,7 +539,7 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
 
             // ---- P = 2^(S - lse), while dP runs
             uint32_t p_frag[BLOCK_M / 16][4], ds_frag[BLOCK_M / 16][4];
-            exponentials(s_acc, p, smem.rows[q_stage], first_key, tile * BLOCK_M);
+            exponentials(s_acc, p, smem.rows[stage], first_key, tile * BLOCK_M);
             convert(p_frag, s_acc);
 
             // ---- dV += P^T dO  [BLOCK_N, HEAD_DIM], [64, DIM] in each warpgroup
@@ -545,7 +549,7 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
             wgmma_wait_group<1>(dp_acc);
             if (IS_LAST && !KV_IN_REGISTERS) release(smem.v_empty);
             if (!KEEPS_P) unpack(s_acc, p_frag);
-            scores_gradient(dp_acc, s_acc, smem.rows[q_stage], factor);
+            scores_gradient(dp_acc, s_acc, smem.rows[stage], factor);
             convert(ds_frag, dp_acc);
             if (is_first && round > 0) {
                 if (lane == 0) cp_async_bulk_wait_group_read<0>();
@@ -652,11 +656,12 @@ __device__ void compute_dv(const BackwardParams& p, SharedMemory& smem, int warp
                 wait_for(smem.q_full[q_stage], i / Q_STAGES);
                 multiply(s_acc, smem.k, 0, smem.q[q_stage]);
                 wgmma_wait_group<0>(s_acc);
+                release(smem.q_empty[q_stage]);
 
                 // ---- P = 2^(S - lse), to the other consumer
                 uint32_t p_frag[BLOCK_M / 16][4];
-                exponentials(s_acc, p, smem.rows[q_stage], first_key, tile * BLOCK_M);
-                release(smem.q_empty[q_stage]);
+                wait_for(smem.dout_full[stage], i / NUM_STAGES);
+                exponentials(s_acc, p, smem.rows[stage], first_key, tile * BLOCK_M);
                 convert(p_frag, s_acc);
 #pragma unroll
                 for (int j = 0; j < BLOCK_M / 16; ++j) {
@@ -668,7 +673,6 @@ __device__ void compute_dv(const BackwardParams& p, SharedMemory& smem, int warp
                 bar_arrive(P_FULL_BARRIER, 128 * CONSUMERS);  // P is complete
 
                 // ---- dV += P^T dO  [BLOCK_N, HEAD_DIM]
-                wait_for(smem.dout_full[stage], i / NUM_STAGES);
                 multiply_add(dv_acc, p_frag, smem.dout[stage]);
 
                 // ---- dQ = dS K of these keys  [BLOCK_M, DQ_COLUMNS]
@@ -711,11 +715,9 @@ __device__ void compute_dk(const BackwardParams& p, SharedMemory& smem, int warp
                 wait_for(smem.dout_full[stage], i / NUM_STAGES);
                 multiply(dp_acc, smem.v, 0, smem.dout[stage]);
                 wgmma_wait_group<0>(dp_acc);
-                release(smem.dout_empty[stage]);
 
                 // ---- dS = P * (dP - delta), with the other consumer's P
                 uint32_t ds_frag[BLOCK_M / 16][4];
-                wait_for(smem.q_full[q_stage], i / Q_STAGES);
                 bar_sync(P_FULL_BARRIER, 128 * CONSUMERS);  // P is complete
 #pragma unroll
                 for (int j = 0; j < BLOCK_M / 16; ++j) {
@@ -725,7 +727,8 @@ __device__ void compute_dk(const BackwardParams& p, SharedMemory& smem, int warp
 #pragma unroll
                     for (int n = 0; n < VEC; ++n) prob[2 * j + n / 4][n % 4] = x[n];
                 }
-                scores_gradient(dp_acc, prob, smem.rows[q_stage], factor);
+                scores_gradient(dp_acc, prob, smem.rows[stage], factor);
+                release(smem.dout_empty[stage]);
                 convert(ds_frag, dp_acc);
                 store_rows(smem.ds[stage], warp_row, 0, ds_frag);
 
@@ -736,6 +739,7 @@ __device__ void compute_dk(const BackwardParams& p, SharedMemory& smem, int warp
                 multiply_dq(dq_acc, smem.ds[stage], smem.k, DQ_COLUMNS);
 
                 // ---- dK += dS^T Q  [BLOCK_N, HEAD_DIM]
+                wait_for(smem.q_full[q_stage], i / Q_STAGES);
                 multiply_add(dk_acc, ds_frag, smem.q[q_stage]);
                 wgmma_wait_group<1>(dq_acc);
                 DqTile* sums = static_cast<DqTile*>(p.workspace[1]);
@@ -781,17 +785,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         fence_mbarrier_init();
     }
     __syncthreads();  // the mbarriers are initialized
+    griddepcontrol_launch_dependents();
 
     if (warp >= PRODUCER_WARP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == PRODUCER_WARP) {
             if (threadIdx.x % 32 == 0) load(p, smem);
         } else if (!BY_ROLES && warp <= PRODUCER_WARP + CONSUMERS) {
+            griddepcontrol_wait();  // dQ is 0
             add_dq(p, smem, warp - PRODUCER_WARP - 1);
         }
         return;
     }
     setmaxnreg_inc<CONSUMER_REGISTERS>();
+    griddepcontrol_wait();  // what attention_delta has written is there
     if (!BY_ROLES)
         compute(p, smem, warp);
     else if (warp < 4)
@@ -809,6 +816,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     const int head = blockIdx.x / q_tiles % p.heads;
     const int batch = blockIdx.x / q_tiles / p.heads;
     const int warpgroup = threadIdx.x / 128;
+    griddepcontrol_wait();  // all sums are complete
     const DqTile& sums = static_cast<const DqTile*>(p.workspace[1])[blockIdx.x];
 
     constexpr int COLUMNS =
