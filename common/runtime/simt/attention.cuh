@@ -18,6 +18,7 @@
 //     mbarrier.cuh  barriers that count bytes        tma.cuh      copies of boxes of tensors
 //     signal.cuh    signals between blocks           reduce.cuh   additions in global memory
 //     clock.cuh     a clock that counts its readings bulk.cuh     copies of consecutive bytes
+//     cluster.cuh   what reaches into other blocks
 //     dependent_launch.cuh   waits for the kernels in front
 //     access.h      addresses checked and counted    random.h     numbers drawn from the seed
 //     site.h        a place in the source
@@ -26,6 +27,7 @@
 //
 //     run.cpp       main(), the launches             grid.h       which blocks run, their signals
 //     step.h        what run.cpp knows of the step   scheduler.h  which of a block's threads runs
+//     cluster_blocks.h                               which of a cluster's blocks runs
 //     collective.h  what threads do together         thread.h     the state of a thread
 //     wgmma_state.h, warpgroup_state.h, mbarrier_state.h         what the scheduler keeps of those
 //     tensor_map.h  what is in a tensor map          async_view.h what the async proxy sees
@@ -33,7 +35,7 @@
 //     races.h, global_races.h                        accesses that nothing orders
 //     memory.h      buffers between guard pages      fiber.h      switching stacks
 //     trap.h        signals become reports           report.h     how a report is written
-//     sanitizer.h   fibers and AddressSanitizer      launch_bounds.h   threads a kernel may have
+//     sanitizer.h   fibers and AddressSanitizer      launch_bounds.h   what a signature says
 //     nan_pattern.sh, uninitialized.cpp              what nobody initializes is NaN
 //
 // The .cpp files are compiled once, and each step is linked with them. Headers that steps include

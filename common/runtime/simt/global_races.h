@@ -39,6 +39,14 @@ using Stamp = uint32_t;
 // For each block whose accesses come before, and for itself, the latest stamp.
 using BlockClock = std::map<uint32_t, Stamp>;
 
+// What a barrier between blocks passes on.
+struct BlockHandover {
+    BlockClock arrived = {};    // known to the blocks whose threads have arrived
+    BlockClock completed = {};  // and to those whose had when the latest phase completed
+
+    void complete_phase() { completed = arrived; }
+};
+
 // What the blocks of a process have written to its buffers.
 class GlobalRaces {
   public:
@@ -51,7 +59,7 @@ class GlobalRaces {
     // The clock of a block that begins.
     BlockClock begin_block(uint32_t block) { return {{block, ++latest}}; }
 
-    // A block's post and take: `posted` is what the signal passes on.
+    // A block's post and take: `posted` is what the signal passes on. Barriers join what is posted.
     BlockClock post(uint32_t block, BlockClock& clock);
     void take(BlockClock& clock, const BlockClock& posted) const;
 

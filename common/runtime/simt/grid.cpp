@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "cluster_blocks.h"
 #include "trap.h"
 
 namespace simt {
@@ -15,11 +16,10 @@ constexpr uint64_t POSTED = 0x646574736f70;  // what a posted signal holds: "pos
 }  // namespace
 
 Grid::Grid(const Launch& launch, BankCounter& banks)
-    : launch(launch), banks(banks), order(launch.num_blocks) {
-    for (uint32_t i = 0; i < launch.num_blocks; ++i) order[i] = i;
+    : launch(launch), banks(banks), order(launch.num_blocks / launch.cluster_size) {
+    for (uint32_t i = 0; i < order.size(); ++i) order[i] = i;
     Random random(launch.seed);
-    for (uint32_t i = launch.num_blocks; i > 1; --i)
-        std::swap(order[i - 1], order[random.below(i)]);
+    for (uint32_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
 }
 
 void Grid::run() {
@@ -30,7 +30,7 @@ void Grid::run() {
             if (next < order.size() && num_running < launch.num_workers) {
                 ++num_running;
                 try {
-                    os_threads.emplace_back(&Grid::run_blocks, this, order[next++]);
+                    os_threads.emplace_back(&Grid::run_clusters, this, order[next++]);
                 } catch (const std::system_error&) {
                     Report().add("cannot create an OS thread").fail();
                 }
@@ -50,18 +50,19 @@ void Grid::run() {
     }
 }
 
-void Grid::run_blocks(uint32_t block) {
+void Grid::run_clusters(uint32_t number) {
     const TrapScope trap_scope;
-    Worker worker(launch, *this);
+    Cluster cluster(launch, *this);
     std::unique_lock lock(mutex, std::defer_lock);
     for (;;) {
-        worker.run_block(block);
+        cluster.run(number);
         lock.lock();
         if (next == order.size() || ready_sleeper()) break;
-        block = order[next++];
+        number = order[next++];
         lock.unlock();
     }
-    if (worker.banks()) banks.add(*worker.banks());
+    for (Worker& block : cluster.blocks())
+        if (block.banks()) banks.add(*block.banks());
     --num_running;
     wake_sleepers();
 }
@@ -113,7 +114,7 @@ void Grid::reduce() {
 }
 
 void Grid::sleep(bool is_behind) {
-    Sleeper self = {*Worker::current(), blockIdx.x, is_behind};
+    Sleeper self = {Worker::current()->cluster(), is_behind};
     const AlarmElsewhere alarm_elsewhere;
     std::unique_lock lock(mutex);
     sleepers.push_back(&self);
@@ -131,8 +132,9 @@ void Grid::wake(Sleeper& sleeper) {
 Grid::Sleeper* Grid::ready_sleeper() const {
     for (Sleeper* sleeper : sleepers) {
         if (sleeper->is_behind) continue;
-        for (const SignalWait& wait : sleeper->worker.signal_waits())
-            if (posted.contains(wait.signal)) return sleeper;
+        for (const Worker& block : sleeper->cluster.blocks())
+            for (const SignalWait& wait : block.signal_waits())
+                if (posted.contains(wait.signal)) return sleeper;
     }
     return nullptr;
 }
@@ -163,10 +165,7 @@ void Grid::describe(Report& report, const uint64_t& signal, const Post& post) co
 void Grid::report_deadlock() const {
     Report report;
     report.add("deadlock between blocks in kernel %s: no block can go on", launch.kernel_name);
-    for (const Sleeper* sleeper : sleepers) {
-        report.add("\nblock %u", sleeper->block);
-        sleeper->worker.describe_stall(report);
-    }
+    for (const Sleeper* sleeper : sleepers) sleeper->cluster.describe_stall(report);
     report.fail();
 }
 

@@ -1,6 +1,7 @@
-// The blocks of a launch: which of them run, each on an OS thread, and what they signal each other.
-// As many run at a time as there are workers. Where a block waits for another one, its OS thread
-// sleeps, and one more is started for blocks that have not begun: a block may wait for any other.
+// The blocks of a launch: which of them run, each on an OS thread, or on one with the rest of its
+// cluster, and what they signal each other. As many run at a time as there are workers. Where a
+// block waits for another one, its OS thread sleeps, and one more is started for blocks that have
+// not begun: a block may wait for any other.
 #pragma once
 #include <stdint.h>
 
@@ -31,10 +32,10 @@ class Grid {
     // A reduction of the running block: to[i] += x[i], when all blocks have run.
     void add(float* to, const float* x, size_t floats);
 
-    // The running block sleeps until one of the signals is posted that its warps wait for.
+    // The running cluster sleeps until one of the signals is posted that its warps wait for.
     void wait_for_signals() { sleep(false); }
 
-    // The running block sleeps until no other one can go on.
+    // The running cluster sleeps until no other one can go on.
     void fall_behind() { sleep(true); }
 
   private:
@@ -51,16 +52,15 @@ class Grid {
         float x;
     };
 
-    // A block whose OS thread sleeps.
+    // A cluster whose OS thread sleeps.
     struct Sleeper {
-        const Worker& worker;
-        uint32_t block;
+        const Cluster& cluster;
         bool is_behind;  // else it waits for signals
         bool awake = false;
     };
 
-    // What an OS thread does: runs a block, then others while there are any.
-    void run_blocks(uint32_t block);
+    // What an OS thread does: runs a cluster, then others while there are any.
+    void run_clusters(uint32_t number);
 
     // Carries out the reductions, in an order drawn from the seed.
     void reduce();
@@ -81,11 +81,11 @@ class Grid {
 
     const Launch& launch;
     BankCounter& banks;
-    std::vector<uint32_t> order;  // of the blocks, shuffled
+    std::vector<uint32_t> order;  // of the clusters, shuffled
 
     std::mutex mutex;                 // of what follows
     std::condition_variable changed;  // num_running, next or a sleeper
-    size_t next = 0;                  // in the order: the first block that has not begun
+    size_t next = 0;                  // in the order: the first cluster that has not begun
     int num_running = 0;              // OS threads that are not asleep
     std::vector<Sleeper*> sleepers;   // in the order in which they fell asleep
     std::map<const uint64_t*, Post> posted;

@@ -40,63 +40,84 @@ void Place::describe(Report& report) const {
     }
 }
 
-Races::Races(const Buffer& smem, int num_threads, const int& running_thread)
-    : num_threads(num_threads),
+ClusterClocks::ClusterClocks(int blocks, int threads)
+    : blocks(blocks),
+      stride(blocks * round_up(threads, WARP_SIZE)),
+      pages(size_t(stride) * stride * sizeof(Epoch), 0),
+      clocks(reinterpret_cast<Epoch*>(pages.begin())) {}
+
+Races::Races(const Buffer& smem, int num_threads, const int& running_thread, ClusterClocks& clocks,
+             int rank)
+    : clocks(clocks),
+      num_threads(num_threads),
+      first_thread(clocks.first_thread(rank)),
       running_thread(running_thread),
       smem_bytes(smem.bytes),
       num_lines(smem.bytes / LINE_BYTES + 1),
-      stride(round_up(num_threads, VECTOR)),
-      clock_pages(num_threads * stride * sizeof(Epoch), 0),
+      smem_begin(reinterpret_cast<uintptr_t>(smem.data)),
       line_pages(num_lines * sizeof(Line), 0),
       granule_pages(num_lines * GRANULES * sizeof(Event), 0),
-      clocks(reinterpret_cast<Epoch*>(clock_pages.begin())),
       lines(reinterpret_cast<Line*>(line_pages.begin())),
       granules(reinterpret_cast<Event*>(granule_pages.begin())),
       current(num_threads),
-      warp_known(num_threads / WARP_SIZE + 1) {
-    tracked_begin = reinterpret_cast<uintptr_t>(smem.data);
-    tracked_bytes = smem.bytes;
-}
+      warp_known(num_threads / WARP_SIZE + 1) {}
 
 Races::~Races() { tracked_bytes = 0; }
 
 void Races::begin_block() {
-    if (latest > LAST_EPOCH) {
-        for (const GuardedPages* pages : {&clock_pages, &line_pages})
-            memset(pages->begin(), 0, pages->end() - pages->begin());
+    // What the blocks of a cluster know of each other is forgotten each time.
+    if (latest > LAST_EPOCH || clocks.blocks > 1) {
+        memset(clock_of(0), 0, num_threads * clocks.stride * sizeof(Epoch));
+        memset(line_pages.begin(), 0, line_pages.end() - line_pages.begin());
         for (Epoch& known : warp_known) known = 0;
         latest = 0;
     }
+    arrivals.clear();
+    copies_out.clear();
     order_block();
     waits.clear();
 }
 
+void Races::become_current() const {
+    tracked_begin = smem_begin;
+    tracked_bytes = smem_bytes;
+}
+
+void Races::share_clocks() {
+    joined.assign(clocks.stride, 0);
+    for (int i = 0; i < num_threads; ++i) join(joined.data(), clock_of(i), clocks.stride);
+    for (int i = 0; i < num_threads; ++i) joined[first_thread + i] = latest;
+    for (int i = 0; i < num_threads; ++i)
+        memcpy(clock_of(i), joined.data(), clocks.stride * sizeof(Epoch));
+}
+
 void Races::order_block() {
+    if (clocks.blocks > 1) share_clocks();
     block_known = latest++;
     for (Epoch& epoch : current) epoch = latest;
 }
 
-void Races::order_lanes(int first_thread, uint32_t mask) {
-    const int lanes = min(WARP_SIZE, num_threads - first_thread);
+void Races::order_lanes(int first_lane, uint32_t mask) {
+    const int lanes = min(WARP_SIZE, num_threads - first_lane);
     const auto for_each_lane = [&](auto function) {
         for (int lane = 0; lane < lanes; ++lane)
-            if (mask >> lane & 1) function(first_thread + lane);
+            if (mask >> lane & 1) function(first_lane + lane);
     };
-    joined.assign(stride, 0);
-    for_each_lane([&](int thread) { join(joined.data(), clock_of(thread), stride); });
-    for_each_lane([&](int thread) { joined[thread] = current[thread]; });
-    if (mask == ALL_LANES >> (WARP_SIZE - lanes)) warp_known[first_thread / WARP_SIZE] = latest;
+    joined.assign(clocks.stride, 0);
+    for_each_lane([&](int thread) { join(joined.data(), clock_of(thread), clocks.stride); });
+    for_each_lane([&](int thread) { joined[first_thread + thread] = current[thread]; });
+    if (mask == ALL_LANES >> (WARP_SIZE - lanes)) warp_known[first_lane / WARP_SIZE] = latest;
     ++latest;
     for_each_lane([&](int thread) {
-        memcpy(clock_of(thread), joined.data(), stride * sizeof(Epoch));
+        memcpy(clock_of(thread), joined.data(), clocks.stride * sizeof(Epoch));
         current[thread] = latest;
     });
 }
 
 void Races::release(int thread, Handover& barrier) {
-    barrier.arrived.resize(stride);
-    join(barrier.arrived.data(), clock_of(thread), stride);
-    barrier.arrived[thread] = current[thread];
+    barrier.arrived.resize(clocks.stride);
+    join(barrier.arrived.data(), clock_of(thread), clocks.stride);
+    barrier.arrived[first_thread + thread] = current[thread];
     current[thread] = ++latest;
 }
 
@@ -117,14 +138,14 @@ inline void Races::for_each_piece(size_t offset, size_t bytes, Function function
 }
 
 void Races::access(Access access, size_t offset, size_t bytes, Place place) {
-    const Event event = {current[running_thread], self(), place};
-    access == WRITE ? write(offset, bytes, event) : read(offset, bytes, event);
+    access == WRITE ? write(offset, bytes, now(place)) : read(offset, bytes, now(place));
 }
 
 // One epoch for all lanes.
 void Races::begin_warp_access() {
     ++latest;
-    for (int lane = 0; lane < WARP_SIZE; ++lane) current[own_warp(0).thread + lane] = latest;
+    const int first_lane = running_thread / WARP_SIZE * WARP_SIZE;
+    for (int lane = 0; lane < WARP_SIZE; ++lane) current[first_lane + lane] = latest;
 }
 
 void Races::access_by_warp(Access access, size_t offset, size_t bytes, uint16_t mapping,
@@ -138,8 +159,8 @@ void Races::read_by_warp(size_t offset, size_t bytes, Site site) {
     for_each_piece(offset, bytes, [&](Piece piece) { compare_with_writes(piece, READ, event); });
 }
 
-void Races::start_copy(size_t offset, size_t bytes, Site site) {
-    const Event event = {current[running_thread], self(), site};
+void Races::start_copy(const Races& from, size_t offset, size_t bytes, Site site) {
+    const Event event = from.now(site);
     for_each_piece(offset, bytes, [&](Piece piece) {
         compare_with_writes(piece, WRITE, event);
         compare_with_reads(piece, event);
@@ -156,14 +177,72 @@ bool Races::after_kernel_wait() const {
     return false;
 }
 
+void Races::read_from(const Races& other, size_t offset, size_t bytes, Site site) {
+    const Event event = other.now(site);
+    for_each_piece(offset, bytes, [&](Piece piece) { compare_with_writes(piece, READ, event); });
+}
+
+void Races::note_arrival(const Races& other, Site site) {
+    const Event event = other.now(site);
+    std::erase_if(arrivals, [&](const Event& arrival) { return arrival.party == event.party; });
+    arrivals.push_back(event);
+}
+
+void Races::start_copy_out(const CopyOut& copy) {
+    std::erase_if(copies_out, [&](const CopyOut& earlier) {
+        return earlier.rank == copy.rank && earlier.mbarrier == copy.mbarrier;
+    });
+    copies_out.push_back(copy);
+}
+
+void Races::note_wait(const Races& other, int rank, size_t mbarrier, uint32_t phase) {
+    const Event event = other.now(Site());
+    for (CopyOut& copy : copies_out) {
+        if (copy.rank == rank && copy.mbarrier == mbarrier && copy.phase <= phase)
+            copy.waits.insert({event.party.thread, event.epoch});
+    }
+}
+
+bool Races::knows(int thread, Epoch epoch) const {
+    for (int i = 0; i < num_threads; ++i)
+        if (clock_of(i)[thread] >= epoch) return true;
+    return false;
+}
+
+void Races::require_end_is_last() const {
+    constexpr const char* REMEDY = ": cluster_arrive, then cluster_wait, in all blocks";
+    const int threads_per_block = clocks.stride / clocks.blocks;
+    for (const Event& arrival : arrivals) {
+        const int thread = arrival.party.thread;
+        if (knows(thread, arrival.epoch)) continue;
+        Report report = Worker::current()->fault("block ends before an arrival");
+        report.add(": thread %d of rank %d arrives at one of its mbarriers",
+                   thread % threads_per_block, thread / threads_per_block);
+        arrival.place.describe(report);
+        report.add(", which nothing orders before the end%s", REMEDY).fail();
+    }
+    for (const CopyOut& copy : copies_out) {
+        bool has_landed = false;
+        for (const auto& [thread, epoch] : copy.waits) has_landed |= knows(thread, epoch);
+        if (has_landed) continue;
+        Worker::current()
+            ->fault("block ends before a copy")
+            .add(
+                ": %s (%s:%d) to rank %d reads its shared memory, and nothing orders the wait for "
+                "the mbarrier there before the end%s",
+                copy.name, copy.site.file_name(), copy.site.line, copy.rank, REMEDY)
+            .fail();
+    }
+}
+
 bool Races::ordered(const Event& earlier, Party party) const {
     const Party other = earlier.party;
     if (other == party) return true;
     if (other.thread / WARP_SIZE == party.thread / WARP_SIZE &&
-        earlier.epoch <= warp_known[party.thread / WARP_SIZE])
+        earlier.epoch <= warp_known[(party.thread - first_thread) / WARP_SIZE])
         return true;
     for (int i = 0; i < (party.is_warp ? WARP_SIZE : 1); ++i) {
-        const Epoch* clock = clock_of(party.thread + i);
+        const Epoch* clock = clocks.of(party.thread + i);
         for (int j = 0; j < (other.is_warp ? WARP_SIZE : 1); ++j) {
             if (other.thread + j != party.thread + i && clock[other.thread + j] < earlier.epoch)
                 return false;
@@ -174,11 +253,12 @@ bool Races::ordered(const Event& earlier, Party party) const {
 
 inline void Races::compare_with_writes(Piece piece, Access access, Event event) const {
     const Line& line = lines[piece.line];
-    if (line.written.epoch <= block_known) return;
+    const Epoch known = known_to(event.party);
+    if (line.written.epoch <= known) return;
     const Event* compared = nullptr;
     for (size_t i = piece.first / GRANULE_BYTES; i * GRANULE_BYTES < size_t(piece.end); ++i) {
         const Event& write = line.is_split ? granules[piece.line * GRANULES + i] : line.written;
-        if (write.epoch <= block_known) continue;
+        if (write.epoch <= known) continue;
         if (compared && write.epoch == compared->epoch && write.party == compared->party) continue;
         if (!ordered(write, event.party))
             report(WRITE, write, piece.line * LINE_BYTES + i * GRANULE_BYTES, access, event);
@@ -188,7 +268,7 @@ inline void Races::compare_with_writes(Piece piece, Access access, Event event) 
 
 inline void Races::compare_with_reads(Piece piece, Event event) const {
     const Line& line = lines[piece.line];
-    if (line.read.epoch > block_known && line.read_bytes & piece.bytes() &&
+    if (line.read.epoch > known_to(event.party) && line.read_bytes & piece.bytes() &&
         !ordered(line.read, event.party))
         report(READ, line.read, piece.line * LINE_BYTES + piece.first, WRITE, event);
 }
@@ -231,18 +311,21 @@ void Races::write_granules(Piece piece, Event event) {
 }
 
 void Races::report(Access earlier_access, const Event& earlier, size_t byte, Access access,
-                   Event event) {
+                   Event event) const {
     Report report = Worker::current()->fault("data race");
     event.place.describe(report);
-    const int warp = earlier.party.thread / WARP_SIZE;
-    report.add(": %s byte %zu of shared memory, which ", access == WRITE ? "writes" : "reads", byte)
+    const int thread = earlier.party.thread - first_thread, warp = thread / WARP_SIZE;
+    report.add(": %s byte %zu of ", access == WRITE ? "writes" : "reads", byte)
+        .add(is_own(event.party) ? "shared memory, which " : "rank %d's shared memory, where ",
+             clocks.blocks * first_thread / clocks.stride)
         .add(earlier.party.is_warp ? "warp %d has " : "thread %d has ",
-             earlier.party.is_warp ? warp : earlier.party.thread)
+             earlier.party.is_warp ? warp : thread)
         .add(earlier_access == WRITE ? "written" : "read");
     earlier.place.describe(report);
     report
         .add(", and nothing between the two orders memory, as %s does",
-             warp == event.party.thread / WARP_SIZE
+             !is_own(event.party) ? "a cluster barrier or an arrival from there"
+             : warp == (event.party.thread - first_thread) / WARP_SIZE
                  ? "__syncwarp() or __syncthreads()"
                  : "__syncthreads(), a named barrier or an mbarrier")
         .add("; shuffles, votes and matrix instructions do not")

@@ -7,6 +7,10 @@
 // __syncthreads, __syncwarp, named barriers and mbarriers. Shuffles, votes, matrix instructions and
 // setmaxnreg do not, since CUDA does not promise that they order memory.
 //
+// In a cluster the clocks are of the threads of all blocks, which cluster barriers and arrivals at
+// another block's mbarrier pass on. Other blocks only copy to a block's shared memory and arrive at
+// its mbarriers: these are compared with what the block's own threads have accessed.
+//
 // A step is compiled with -fsanitize=thread, which makes the compiler call a function before each
 // access; races.cpp defines those functions. Accesses that the runtime makes on a step's behalf go
 // through track() of access.h.
@@ -22,6 +26,7 @@
 #pragma once
 #include <stdint.h>
 
+#include <map>
 #include <vector>
 
 #include "access.h"
@@ -41,12 +46,40 @@ using Epoch = int32_t;
 // For each thread of the block, the latest epoch that came before. May be empty: none did.
 using Clock = std::vector<Epoch>;
 
+// The clocks of the threads of a cluster, numbered from block to block in whole warps.
+class ClusterClocks {
+  public:
+    ClusterClocks(int blocks, int threads);
+
+    int first_thread(int block) const { return block * stride / blocks; }
+    Epoch* of(int thread) const { return clocks + thread * stride; }
+
+    const int blocks;
+    const int stride;  // epochs in a clock, in whole vectors
+
+  private:
+    GuardedPages pages;
+    Epoch* const clocks;
+};
+
 // What a barrier passes on.
 struct Handover {
     Clock arrived = {};    // known to the threads that have arrived
     Clock completed = {};  // and to those that had when the latest phase completed
 
     void complete_phase() { completed = arrived; }
+};
+
+// The latest copy from a block to another one's mbarrier; earlier ones have landed when it has.
+struct CopyOut {
+    const char* name;
+    Site site;
+    int rank;         // of the other block
+    size_t mbarrier;  // offset in its shared memory
+    uint32_t phase;
+    // Of each thread, by its number in the cluster, that has waited for the phase: when it first
+    // had.
+    std::map<int, Epoch> waits = {};
 };
 
 // Where in the program an access is: a site, or two return addresses, the second one the caller's,
@@ -73,18 +106,22 @@ class Place {
 class Races {
   public:
     // running_thread always is the block's running thread.
-    Races(const Buffer& smem, int num_threads, const int& running_thread);
+    Races(const Buffer& smem, int num_threads, const int& running_thread, ClusterClocks& clocks,
+          int rank);
     ~Races();
     Races(const Races&) = delete;
     Races& operator=(const Races&) = delete;
 
     void begin_block();
 
+    // The compiler's calls are for this block from here on.
+    void become_current() const;
+
     // All accesses so far come before all later ones.
     void order_block();
 
     // Orders the lanes in the mask, of the warp whose first thread is given.
-    void order_lanes(int first_thread, uint32_t mask);
+    void order_lanes(int first_lane, uint32_t mask);
 
     // A thread's arrival at a barrier, and the end of its wait for one.
     void release(int thread, Handover& barrier);
@@ -101,8 +138,26 @@ class Races {
     // Its warp reads bytes that the runtime does not let anyone overwrite too early.
     void read_by_warp(size_t offset, size_t bytes, Site site);
 
-    // It starts a copy to these bytes, which are poison until the copy lands.
-    void start_copy(size_t offset, size_t bytes, Site site);
+    // The running thread of a block of the cluster, this one or another, starts a copy to these
+    // bytes, which are poison until the copy lands.
+    void start_copy(const Races& from, size_t offset, size_t bytes, Site site);
+
+    // Another block's running thread uses the mbarrier in these bytes.
+    void read_from(const Races& other, size_t offset, size_t bytes, Site site);
+
+    // It arrives there.
+    void note_arrival(const Races& other, Site site);
+
+    // The running thread starts a copy from this block's shared memory to another's, whose mbarrier
+    // it counts towards.
+    void start_copy_out(const CopyOut& copy);
+
+    // Another block's running thread has waited for a phase of its mbarrier.
+    void note_wait(const Races& other, int rank, size_t mbarrier, uint32_t phase);
+
+    // The block ends, and its shared memory with it. Reports another block's arrival that no thread
+    // of this one has waited for, and a copy from here of which none knows that it has landed.
+    void require_end_is_last() const;
 
     // It has executed griddepcontrol_wait. Whether some such wait comes before all that it does next,
     // and whether there was any in the block.
@@ -115,7 +170,7 @@ class Races {
     static constexpr size_t GRANULE_BYTES = 2;  // 16-bit elements may belong to different threads
     static constexpr size_t GRANULES = LINE_BYTES / GRANULE_BYTES;
 
-    // A thread, or the warp that begins with it.
+    // A thread, by its number in the cluster, or the warp that begins with it.
     struct Party {
         uint16_t thread : 15, is_warp : 1;
         uint16_t mapping;  // of a warp's access
@@ -150,12 +205,30 @@ class Races {
     void for_each_piece(size_t offset, size_t bytes, Function function);
 
     // A thread's clock, in which its own epoch is not kept up to date.
-    Epoch* clock_of(int thread) const { return clocks + thread * stride; }
+    Epoch* clock_of(int thread) const { return clocks.of(first_thread + thread); }
 
-    Party self() const { return {static_cast<uint16_t>(running_thread), false, 0}; }
+    Party self() const { return {static_cast<uint16_t>(first_thread + running_thread), false, 0}; }
     Party own_warp(uint16_t mapping) const {
-        return {static_cast<uint16_t>(running_thread / WARP_SIZE * WARP_SIZE), true, mapping};
+        const int first = running_thread / WARP_SIZE * WARP_SIZE;
+        return {static_cast<uint16_t>(first_thread + first), true, mapping};
     }
+
+    // What the running thread does now.
+    Event now(Place place) const { return {current[running_thread], self(), place}; }
+
+    // Whether one of the block's threads knows what a thread of another has done in the epoch.
+    bool knows(int thread, Epoch epoch) const;
+
+    bool is_own(Party party) const {
+        return party.thread >= first_thread && party.thread < first_thread + num_threads;
+    }
+
+    // Up to when all that the block has done comes before what the party does next.
+    Epoch known_to(Party party) const { return is_own(party) ? block_known : 0; }
+
+    // Makes each thread know what all know of other blocks, and writes down what order_block()
+    // leaves to block_known, for other blocks to learn.
+    void share_clocks();
 
     // Whether it comes before all that the party does next.
     bool ordered(const Event& earlier, Party party) const;
@@ -169,19 +242,22 @@ class Races {
     void write(size_t offset, size_t bytes, Event event);
     void write_granules(Piece piece, Event event);
 
-    [[noreturn]] static void report(Access earlier_access, const Event& earlier, size_t byte,
-                                    Access access, Event event);
+    [[noreturn]] void report(Access earlier_access, const Event& earlier, size_t byte,
+                             Access access, Event event) const;
 
+    ClusterClocks& clocks;
     const int num_threads;
+    const int first_thread;  // its number in the cluster
     const int& running_thread;
     const size_t smem_bytes;
     const size_t num_lines;
-    const size_t stride;  // of clocks, in whole vectors
-    GuardedPages clock_pages, line_pages, granule_pages;
-    Epoch* const clocks;
+    const uintptr_t smem_begin;
+    GuardedPages line_pages, granule_pages;
     Line* const lines;
-    Event* const granules;          // writes to those of lines that are split
-    Clock joined;                   // for order_lanes()
+    Event* const granules;        // writes to those of lines that are split
+    Clock joined;                 // for order_lanes() and share_clocks()
+    std::vector<Event> arrivals;  // of other blocks' threads, the latest of each
+    std::vector<CopyOut> copies_out;
     std::vector<Event> waits;       // the block's griddepcontrol_waits
     std::vector<Epoch> current;     // of each thread
     std::vector<Epoch> warp_known;  // what a warp's lanes did up to then comes before all they do

@@ -50,6 +50,7 @@ struct Request {
 };
 
 constexpr int MAX_BLOCKS = INT32_MAX, MAX_THREADS = 1024;  // the limits of every device
+constexpr int MAX_CLUSTER = 8;  // blocks; that of every device with clusters
 
 void (*kernel)();
 alignas(TensorMap) std::byte kernel_params[4096];  // the most that CUDA lets a kernel take
@@ -73,6 +74,29 @@ bool kernels_start_early() {
     return *defined;
 }
 
+// Of the kernel: as its signature says, or 1.
+int cluster_size_of(const KernelRequest& asked) {
+    const auto* dims = SignatureOf<ClusterDims>::find(reinterpret_cast<const void*>(kernel));
+    if (!dims) return 1;
+    if (dims->x < 1 || dims->x > MAX_CLUSTER || dims->y != 1 || dims->z != 1) {
+        Report()
+            .add(
+                "kernel %s has clusters of %d x %d x %d blocks; its __cluster_dims__ must be 1 to "
+                "%d",
+                asked.name, dims->x, dims->y, dims->z, MAX_CLUSTER)
+            .fail();
+    }
+    if (asked.blocks % dims->x) {
+        Report()
+            .add(
+                "kernel %s is launched with %lld blocks, not a multiple of its clusters' %d: pad "
+                "the grid",
+                asked.name, static_cast<long long>(asked.blocks), dims->x)
+            .fail();
+    }
+    return dims->x;
+}
+
 void launch_kernel(const Request& request, int index) {
     const KernelRequest& asked = request.kernels[index];
     kernel = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, asked.name));
@@ -86,17 +110,19 @@ void launch_kernel(const Request& request, int index) {
                  MAX_THREADS)
             .fail();
     }
-    const LaunchBounds* bounds = LaunchBounds::of(reinterpret_cast<const void*>(kernel));
+    const auto* bounds = SignatureOf<LaunchBounds>::find(reinterpret_cast<const void*>(kernel));
     if (bounds && asked.threads > bounds->max_threads) {
         Report()
             .add("kernel %s is launched with %d threads; its __launch_bounds__ allow %d",
                  asked.name, asked.threads, bounds->max_threads)
             .fail();
     }
+    const int cluster_size = cluster_size_of(asked);
     const Launch launch = {
         .kernel_name = asked.name,
         .run_thread = [] { simt_step.call(kernel, kernel_params); },
         .num_blocks = static_cast<uint32_t>(asked.blocks),
+        .cluster_size = cluster_size,
         .num_threads = asked.threads,
         .num_workers = request.workers,
         .smem_bytes = static_cast<size_t>(asked.smem_bytes),

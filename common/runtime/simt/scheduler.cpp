@@ -2,18 +2,21 @@
 
 #include <utility>
 
+#include "cluster_blocks.h"
 #include "grid.h"
 #include "stall.h"
 #include "trap.h"
 
 namespace simt {
 
-Worker::Worker(const Launch& launch, Grid& grid)
+Worker::Worker(const Launch& launch, Grid& grid, Cluster& cluster, ClusterClocks& clocks, int rank)
     : launch(launch),
       launch_grid(grid),
+      own_cluster(cluster),
+      rank_in_cluster(rank),
       smem("shared memory", {{0, int64_t(launch.smem_bytes)}}, 16, 0, launch.smem_flush),
       smem_async_view(smem),
-      smem_races(smem, launch.num_threads, running),
+      smem_races(smem, launch.num_threads, running, clocks, rank),
       threads(launch.num_threads),
       block_group{0, launch.num_threads},
       register_pool(launch.num_threads),
@@ -34,11 +37,17 @@ Worker::Worker(const Launch& launch, Grid& grid)
     }
     blockDim = {static_cast<uint32_t>(launch.num_threads), 1, 1};
     gridDim = {launch.num_blocks, 1, 1};
-    current_worker = this;
 }
 
-void Worker::run_block(uint32_t block) {
-    blockIdx = {block, 0, 0};
+void Worker::become_current() {
+    current_worker = this;
+    blockIdx = {block_index, 0, 0};
+    smem_races.become_current();
+}
+
+void Worker::begin_block(uint32_t block) {
+    block_index = block;
+    become_current();
     block_seed = mix(launch.seed, block);
     random = Random(block_seed);
     copies_may_be_early = mix(block) % 2 == launch.odd;
@@ -56,7 +65,9 @@ void Worker::run_block(uint32_t block) {
         threads[i].operation = {};
         make_runnable(i);
     }
-    Fiber::switch_to(scheduler, next_thread());
+}
+
+void Worker::end_block() {
     for (running = 0; running < launch.num_threads; ++running)
         land_stores(threads[running], threads[running].stores.size());
     running = NO_THREAD;
@@ -68,6 +79,7 @@ void Worker::run_block(uint32_t block) {
                 "kernel behind it go on, before the one in front has ended")
             .fail();
     }
+    smem_races.require_end_is_last();
     if (const char* where = smem.damaged_slack()) {
         fault("out-of-bounds write")
             .add(": %s of shared memory; an %s seed finds the line", where,
@@ -86,7 +98,7 @@ void Worker::start_waiting(const Operation& operation, void* payload) {
 
 void Worker::yield() {
     Fiber& self = threads[running].fiber;
-    Fiber& next = next_thread();
+    Fiber& next = own_cluster.next_thread();
     if (&next != &self) Fiber::switch_to(self, next);
 }
 
@@ -128,7 +140,7 @@ bool Worker::on_stack(uintptr_t frame) const {
 
 Report Worker::fault(const char* what) const {
     Report report;
-    report.add("%s in kernel %s, block %u", what, launch.kernel_name, blockIdx.x);
+    report.add("%s in kernel %s, block %u", what, launch.kernel_name, block_index);
     if (running != NO_THREAD) report.add(", thread %d", running);
     return report;
 }
@@ -144,6 +156,11 @@ void Worker::describe_progress(Report& report) const {
     if (running == NO_THREAD || !threads[running].operation.name) return;
     report.add("\n  the last collective it passed: ");
     threads[running].operation.describe(report);
+}
+
+Report Worker::stall() {
+    running = NO_THREAD;
+    return fault(stall_reason(threads));
 }
 
 void Worker::describe_stall(Report& report) const {
@@ -194,10 +211,18 @@ void Worker::exit_thread() {
                 product.site.file_name(), product.site.line)
             .fail();
     }
+    if (const Operation& arrival = threads[running].cluster_arrival; arrival.name) {
+        fault("exit without cluster_wait")
+            .add(": %s (%s:%d) has no cluster_wait after it", arrival.name,
+                 arrival.site.file_name(), arrival.site.line)
+            .fail();
+    }
     Fiber& self = threads[running].fiber;
     threads[running].state = Thread::EXITED;
     ++num_exited;
-    Fiber::switch_to(self, num_exited == launch.num_threads ? scheduler : next_thread());
+    own_cluster.lose_thread();
+    if (has_ended()) end_block();
+    Fiber::switch_to(self, own_cluster.next_thread());
 }
 
 bool Worker::is_awaited(const BulkCopy& load) const {
@@ -259,35 +284,36 @@ Group& Worker::next_warp() {
     return warp_groups[drawn];
 }
 
+void Worker::land_early() {
+    if (!copies_may_be_early || loads.empty() || !once_in(4)) return;
+    become_current();
+    land_load(loads.size());
+}
+
+bool Worker::hurry() {
+    become_current();
+    std::vector<int>& late = behind.empty() ? stragglers : behind;
+    const size_t awaited = sort_loads();
+    if (awaited == 0 && late.empty()) return false;
+    // Loads that may be early go before a thread that is late; otherwise it is drawn which of the
+    // two is later still.
+    const bool early = copies_may_be_early && !loads.empty() && !late.empty();
+    if (late.empty() || early || (awaited > 0 && once_in(2))) {
+        land_load(early ? loads.size() : awaited);
+    } else {
+        std::swap(late[random.below(late.size())], late.back());
+        make_runnable(late.back());
+        late.pop_back();
+    }
+    return true;
+}
+
+void Worker::end_signal_waits() {
+    for (const SignalWait& wait : all_signal_waits) make_runnable(wait.thread);
+    all_signal_waits.clear();
+}
+
 Fiber& Worker::next_thread() {
-    if (copies_may_be_early && !loads.empty() && once_in(4)) land_load(loads.size());
-    while (num_runnable == 0) {
-        std::vector<int>& late = behind.empty() ? stragglers : behind;
-        const size_t awaited = sort_loads();
-        if (awaited == 0 && late.empty()) {
-            if (all_signal_waits.empty()) break;
-            launch_grid.wait_for_signals();
-            for (const SignalWait& wait : all_signal_waits) make_runnable(wait.thread);
-            all_signal_waits.clear();
-            break;
-        }
-        // Loads that may be early go before a thread that is late; otherwise it is drawn which of the
-        // two is later still.
-        const bool early = copies_may_be_early && !loads.empty() && !late.empty();
-        if (late.empty() || early || (awaited > 0 && once_in(2))) {
-            land_load(early ? loads.size() : awaited);
-        } else {
-            std::swap(late[random.below(late.size())], late.back());
-            make_runnable(late.back());
-            late.pop_back();
-        }
-    }
-    if (num_runnable == 0) {
-        running = NO_THREAD;
-        Report report = fault(stall_reason(threads));
-        describe_stall(report);
-        report.fail();
-    }
     std::vector<int>& runnable = next_warp().runnable;
     const uint32_t drawn = random.below(runnable.size());
     running = runnable[drawn];

@@ -1,6 +1,7 @@
-// Runs a kernel's blocks: one OS thread per block in flight, one fiber per thread. Fibers switch
-// only where threads synchronize or start something asynchronous; which one goes on is drawn from
-// the seed and the block's index, so that every order can be reproduced.
+// Runs a kernel's blocks: one OS thread per cluster in flight, which mostly is a single block, one
+// fiber per thread. Fibers switch only where threads synchronize or start something asynchronous;
+// which one goes on is drawn from the seed and the block's index, so that every order can be
+// reproduced.
 #pragma once
 #include <stdint.h>
 
@@ -22,6 +23,7 @@
 
 namespace simt {
 
+class Cluster;
 class Grid;
 
 // One kernel of the request.
@@ -29,8 +31,9 @@ struct Launch {
     const char* kernel_name;
     void (*run_thread)();  // calls the kernel with its parameter
     uint32_t num_blocks;
+    int cluster_size;  // consecutive blocks
     int num_threads;
-    int num_workers;  // blocks that run at a time
+    int num_workers;  // clusters that run at a time
     size_t smem_bytes;
     Flush smem_flush;
     uint64_t seed;
@@ -42,15 +45,35 @@ struct Launch {
 // Runs blocks one after another on the OS thread that made it.
 class Worker {
   public:
-    Worker(const Launch& launch, Grid& grid);
+    Worker(const Launch& launch, Grid& grid, Cluster& cluster, ClusterClocks& clocks, int rank);
     ~Worker() { current_worker = nullptr; }
     Worker(const Worker&) = delete;
     Worker& operator=(const Worker&) = delete;
 
-    // The calling OS thread's worker; nullptr if it runs no kernel.
+    // The worker of the block that the calling OS thread runs; nullptr if it runs no kernel.
     static Worker* current() { return current_worker; }
 
-    void run_block(uint32_t block);
+    void begin_block(uint32_t block);
+    bool has_ended() const { return num_exited == launch.num_threads; }
+
+    // The calling OS thread runs this worker's block from here on.
+    void become_current();
+
+    // Where loads may be early, now and then lands one. Like hurry() it may become the current
+    // worker.
+    void land_early();
+
+    bool can_run() const { return num_runnable > 0; }
+
+    // When no thread can go on: lands a load, or lets a thread go on that is late. False if none
+    // is.
+    bool hurry();
+
+    // Draws a thread that can run, and declares it running.
+    Fiber& next_thread();
+
+    // Lets the threads go on that wait for signals.
+    void end_signal_waits();
 
     // The running thread waits from here on, until make_runnable() is called for it.
     void start_waiting(const Operation& operation, void* payload);
@@ -103,6 +126,9 @@ class Worker {
     }
 
     Grid& grid() { return launch_grid; }
+    Cluster& cluster() const { return own_cluster; }
+    uint32_t index() const { return block_index; }
+    int rank() const { return rank_in_cluster; }
     Thread& thread(int i) { return threads[i]; }
     int running_thread() const { return running; }
     Thread& self() { return threads[running]; }
@@ -136,6 +162,9 @@ class Worker {
     // Adds the last collective that the running thread passed.
     void describe_progress(Report& report) const;
 
+    // Begins a report that no thread can go on: "<reason> in kernel K, block B".
+    Report stall();
+
     // Adds ": no thread can go on", and why.
     void describe_stall(Report& report) const;
 
@@ -148,6 +177,9 @@ class Worker {
     static void run_threads();
 
     void exit_thread();
+
+    // All threads have exited.
+    void end_block();
 
     bool is_awaited(const BulkCopy& load) const;
 
@@ -163,11 +195,11 @@ class Worker {
     // Draws a warp with a runnable thread; if one_warp_first, prefers the running one.
     Group& next_warp();
 
-    // Draws a runnable thread and declares it running.
-    Fiber& next_thread();
-
     const Launch& launch;
     Grid& launch_grid;
+    Cluster& own_cluster;
+    const int rank_in_cluster;
+    uint32_t block_index = 0;
     Buffer smem;
     AsyncView smem_async_view;
     Races smem_races;
@@ -182,7 +214,6 @@ class Worker {
     std::vector<WgmmaState> wgmma_states;  // of each warp
     NamedBarrier named_barriers[NUM_BARRIERS];
     RegisterPool register_pool;
-    Fiber scheduler;  // run_block(), suspended while threads run
     int num_runnable = 0;
     // Drawn for each block: a warp runs for as long as it can before another gets its turn. Where a
     // barrier is missing, it then overwrites what the others have yet to read; were every thread

@@ -64,12 +64,14 @@ struct Thread {
     State state;
     Operation operation;
     void* payload;  // brought to a collective; lies on the thread's stack, valid while it waits
-    uint64_t wait_key = 0;          // latest mbarrier_try_wait_parity: line, mbarrier and phase
-    uint64_t wait_attempts = 0;     // earlier attempts with this key
-    std::vector<AsyncCopy> copies;  // the block's, in the order of their issue
-    uint64_t num_copy_groups = 0;   // committed so far
-    std::vector<BulkCopy> stores;   // the block's, in the order of their issue
-    uint64_t num_store_groups = 0;  // committed so far
+    uint64_t wait_key = 0;           // latest mbarrier_try_wait_parity: line, mbarrier and phase
+    uint64_t wait_attempts = 0;      // earlier attempts with this key
+    std::vector<AsyncCopy> copies;   // the block's, in the order of their issue
+    uint64_t num_copy_groups = 0;    // committed so far
+    std::vector<BulkCopy> stores;    // the block's, in the order of their issue
+    uint64_t num_store_groups = 0;   // committed so far
+    Operation cluster_arrival = {};  // at the cluster's barrier, not yet waited for
+    uint32_t cluster_phase = 0;      // of the barrier, at that arrival
 };
 
 // A collective that some but not all of its threads have reached.

@@ -5,6 +5,8 @@
 #include "access.h"
 #include "async_view.h"
 #include "bulk.cuh"
+#include "cluster.cuh"
+#include "cluster_blocks.h"
 #include "global_races.h"
 #include "grid.h"
 #include "scheduler.h"
@@ -90,9 +92,9 @@ TensorBox tensor_box(const TensorMap& tensor_map, const int (&first)[4], const v
     return box;
 }
 
-// Consecutive bytes as a box: all of a tensor that is one row of floats. Reports where they cannot
-// be copied.
-TensorBox row_box(const void* global, const void* shared, int bytes, const Operation& operation) {
+// Consecutive bytes of shared memory as a box: all of a tensor that is one row of floats, anywhere
+// in memory. Reports where they cannot be copied.
+TensorBox row_box(const void* tensor, const void* shared, int bytes, const Operation& operation) {
     if (bytes <= 0 || bytes % CHUNK_BYTES) {
         operation_fault("wrong number of bytes", operation)
             .add(" takes a positive multiple of %d bytes, not %d", CHUNK_BYTES, bytes)
@@ -100,9 +102,8 @@ TensorBox row_box(const void* global, const void* shared, int bytes, const Opera
     }
     require_aligned(shared, CHUNK_BYTES, operation.name, operation.site);
     require_shared(shared, bytes, operation.name, operation.site);
-    require_global(global, CHUNK_BYTES, operation.name, operation.site);
     const int floats = bytes / int{sizeof(float)};
-    return {.map = {.address = reinterpret_cast<uintptr_t>(global),
+    return {.map = {.address = reinterpret_cast<uintptr_t>(tensor),
                     .sizes = {floats, 1, 1, 1},
                     .strides = {},
                     .box_columns = floats,
@@ -114,12 +115,17 @@ TensorBox row_box(const void* global, const void* shared, int bytes, const Opera
             .in_shared = static_cast<std::byte*>(const_cast<void*>(shared))};
 }
 
+std::vector<std::byte> read_shared(const void* from, size_t bytes, const Operation& operation) {
+    std::vector<std::byte> elements(bytes);
+    track(READ, from, bytes, operation.site);
+    read_async(static_cast<const std::byte*>(from), bytes, elements.data(), operation.name,
+               operation.site);
+    return elements;
+}
+
 // Reads the box from shared memory.
 std::vector<std::byte> read_box(const BulkCopy& store) {
-    std::vector<std::byte> elements(box_bytes(store.box));
-    track(READ, store.box.in_shared, elements.size(), store.site);
-    read_async(store.box.in_shared, elements.size(), elements.data(), store.name, store.site);
-    return elements;
+    return read_shared(store.box.in_shared, box_bytes(store.box), {store.name, store.site});
 }
 
 void land_load(const BulkCopy& load) {
@@ -127,7 +133,7 @@ void land_load(const BulkCopy& load) {
     for_each_chunk(load.box, [&](std::byte* to, const std::byte* from, size_t bytes) {
         memset(to, 0, CHUNK_BYTES);
         if (!bytes) return;
-        track(READ, from, bytes, load.site);
+        if (global_races.watches(from)) global_races.access(READ, from, bytes, load.site);
         memcpy(to, from, bytes);
     });
     const std::byte* smem = worker.shared_memory().data;
@@ -167,26 +173,27 @@ size_t num_stores_before(uint64_t pending) {
     return count;
 }
 
-// Until the mbarrier's phase completes the destination holds either the old or the new elements, so
-// it is poisoned.
-void issue_load(const TensorBox& box, Mbarrier& barrier, const Operation& operation) {
+// The destination and the mbarrier lie in the block `to`, where `box` and `barrier` lie in the
+// running one. Until the mbarrier's phase completes the destination holds either the old or the new
+// elements, so it is poisoned.
+void issue_load(Worker& to, TensorBox box, const Mbarrier& barrier, const Operation& operation) {
     Worker& worker = *Worker::current();
     const Site site = operation.site;
     require_kernel_wait(READ, box, site);
-    const MbarrierState& state = find_mbarrier(barrier, operation.name, site);
-    track(READ, &barrier, sizeof(barrier), site);
+    const MbarrierState& state = use_mbarrier(to, barrier, operation.name, site);
     if (!state.fenced) {
         Report report = operation_fault("missing fence_mbarrier_init", operation);
         report.add(" needs one of thread %d after it has initialized ", state.initializer);
         state.name(report);
         report.fail();
     }
-    const std::byte* smem = worker.shared_memory().data;
-    worker.races().start_copy(box.in_shared - smem, box_bytes(box), site);
+    const size_t offset = box.in_shared - worker.shared_memory().data;
+    box.in_shared = to.shared_memory().data + offset;
+    to.races().start_copy(worker.races(), offset, box_bytes(box), site);
     memset(box.in_shared, POISON, box_bytes(box));
-    worker.async_view().update(box.in_shared - smem, box_bytes(box));
-    worker.start_load({operation.name, site, 0, int(state.offset), box, land_load});
-    worker.may_fall_behind(mix(mix(site.line, box.in_shared - smem), state.phase));
+    to.async_view().update(offset, box_bytes(box));
+    to.start_load({operation.name, site, 0, int(state.offset), box, land_load});
+    worker.may_fall_behind(mix(mix(site.line, offset), state.phase));
 }
 
 void issue_store(const TensorBox& box, void (*land)(const BulkCopy&), const Operation& operation) {
@@ -204,7 +211,23 @@ void issue_store(const TensorBox& box, void (*land)(const BulkCopy&), const Oper
 void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mbarrier& barrier,
                 Site site) {
     const Operation operation = {"cp_async_bulk_tensor_load", site};
-    issue_load(tensor_box(map, first, to_shared, false, operation), barrier, operation);
+    const TensorBox box = tensor_box(map, first, to_shared, false, operation);
+    issue_load(*Worker::current(), box, barrier, operation);
+}
+
+void start_multicast(void* to_shared, const TensorMap& map, const int (&first)[4],
+                     Mbarrier& barrier, uint16_t ranks, Site site) {
+    const Operation operation = {"cp_async_bulk_tensor_load_multicast", site};
+    const TensorBox box = tensor_box(map, first, to_shared, false, operation);
+    Cluster& cluster = Worker::current()->cluster();
+    if (ranks == 0 || ranks >> cluster.size()) {
+        operation_fault("wrong ranks", operation)
+            .add(" takes a bit for each rank of the cluster, 0x1 to 0x%x, not 0x%x",
+                 (1 << cluster.size()) - 1, ranks)
+            .fail();
+    }
+    for (int rank = 0; rank < cluster.size(); ++rank)
+        if (ranks >> rank & 1) issue_load(cluster.block(rank, operation), box, barrier, operation);
 }
 
 void start_store(const TensorMap& map, const int (&first)[4], const void* from_shared, Site site) {
@@ -238,15 +261,33 @@ void cp_async_bulk_load(void* to_shared, const void* from_global, int bytes, Mba
                         simt::Site site) {
     const simt::Operation operation = {"cp_async_bulk_load", site};
     const simt::TensorBox box = simt::row_box(from_global, to_shared, bytes, operation);
+    simt::require_global(from_global, simt::CHUNK_BYTES, operation.name, site);
     for (int i = 0; i < bytes; i += simt::CHUNK_BYTES)
         static_cast<const volatile char*>(from_global)[i];
-    simt::issue_load(box, barrier, operation);
+    simt::issue_load(*simt::Worker::current(), box, barrier, operation);
+}
+
+// The source is read when the copy lands, whatever it then holds; the hardware may read it now.
+void cp_async_bulk_cluster(void* to_shared, const void* from_shared, int bytes, Mbarrier& barrier,
+                           int rank, simt::Site site) {
+    const simt::Operation operation = {"cp_async_bulk_cluster", site};
+    const simt::TensorBox box = simt::row_box(from_shared, to_shared, bytes, operation);
+    simt::require_aligned(from_shared, simt::CHUNK_BYTES, operation.name, site);
+    simt::read_shared(from_shared, bytes, operation);
+    simt::Worker& worker = *simt::Worker::current();
+    simt::Worker& to = worker.cluster().block(rank, operation);
+    if (&to != &worker) {
+        const simt::MbarrierState& state = simt::find_mbarrier(to, barrier, operation.name, site);
+        worker.races().start_copy_out({operation.name, site, to.rank(), state.offset, state.phase});
+    }
+    simt::issue_load(to, box, barrier, operation);
 }
 
 void cp_reduce_async_bulk_add(float* to_global, const float* from_shared, int bytes,
                               simt::Site site) {
     const simt::Operation operation = {"cp_reduce_async_bulk_add", site};
     const simt::TensorBox box = simt::row_box(to_global, from_shared, bytes, operation);
+    simt::require_global(to_global, simt::CHUNK_BYTES, operation.name, site);
     simt::track_reduction(to_global, box.map.sizes[0], site);
     simt::issue_store(box, simt::land_reduction, operation);
 }
