@@ -40,7 +40,8 @@ class _Module:
     """A loaded cubin."""
 
     descriptor: LaunchDescriptor
-    launches: dict[str, tuple]  # PyCUDA's or alike, and the bytes to put before the parameter
+    # PyCUDA's or alike, the bytes to put before the parameter, and the blocks of a cluster
+    launches: dict[str, tuple]
     resources: dict[str, Resources]
 
 
@@ -153,8 +154,9 @@ class GpuBackend:
         plan = evaluate(module.descriptor, sizes_of(step.operation, tensors), self.multiprocessors)
         kernels = []
         for kernel in plan.kernels:
-            launch, gap = module.launches[kernel.name]
-            grid, block = (kernel.blocks, 1, 1), (kernel.threads, 1, 1)
+            launch, gap, cluster = module.launches[kernel.name]
+            blocks = -(-kernel.blocks // cluster) * cluster
+            grid, block = (blocks, 1, 1), (kernel.threads, 1, 1)
             kernels.append((launch, gap, grid, block, kernel.smem_bytes))
         return _Launch(step, module.descriptor, tuple(kernels), plan.workspace_bytes, len(tensors))
 
@@ -257,16 +259,16 @@ class GpuBackend:
                     continue
                 name = kernel.name.decode()
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
+                params_bytes = ctypes.sizeof(params_type(step.operation))
+                offset, cluster = _inspect(build.path, name, params_bytes, self.device.index)
                 if start_early and index > 0:
                     most_smem_bytes = min(kernel.smem_bytes, self._smem_limit)
                     # The driver knows the parameter's place, and leaves the gap itself.
-                    launches[name] = EarlyLaunch(build.path, name, most_smem_bytes), b""
+                    launches[name] = EarlyLaunch(build.path, name, most_smem_bytes), b"", cluster
                     continue
                 function = module.get_function(name)
-                params_bytes = ctypes.sizeof(params_type(step.operation))
-                gap = bytes(_parameter_offset(build.path, name, params_bytes))
                 # The end of prepared_async_call, which packs the bytes first: most of its time.
-                launches[name] = function._launch_kernel, gap
+                launches[name] = function._launch_kernel, bytes(offset), cluster
                 if DEFAULT_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
                     function.set_attribute(
                         self._driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -307,17 +309,19 @@ def _pack(
     return pack(step.operation, tensors, scalars, maps, addresses, pointers)
 
 
-def _parameter_offset(cubin: Path, kernel: str, params_bytes: int) -> int:
-    """Bytes before the parameter in what is packed for a launch.
+def _inspect(cubin: Path, kernel: str, params_bytes: int, device: int) -> tuple[int, int]:
+    """Bytes before the parameter in what is packed for a launch, and the blocks of a cluster.
 
     Parameters begin at some address of constant memory, and the driver aligns only those that it
     packs itself: here a gap is left in front of the 128-byte aligned struct.
     """
+    cluster_width = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH
     library = call("cuLibraryLoadFromFile", str(cubin).encode(), [], [], 0, [], [], 0)
     try:
         found = call("cuLibraryGetKernel", library, kernel.encode())
         offset, size = call("cuKernelGetParamInfo", found, 0)
+        cluster = call("cuKernelGetAttribute", cluster_width, found, device)
     finally:
         call("cuLibraryUnload", library)
     assert size == params_bytes, "launch.py and launch.h differ"
-    return offset
+    return offset, cluster or 1  # 0: no clusters

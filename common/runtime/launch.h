@@ -38,7 +38,8 @@ struct Extent {  // of one axis; tile 0 ends a list of axes
 
 struct KernelLaunch {  // an empty name ends the list of kernels
     char name[48];
-    Extent grid[4];  // gridDim.x = product of ceil(size / tile); gridDim.y = gridDim.z = 1
+    // gridDim.x = product of ceil(size / tile), filled up to whole clusters; gridDim.y = gridDim.z = 1
+    Extent grid[4];
     int32_t threads;
     int32_t smem_bytes;     // dynamic shared memory
     int32_t blocks_per_sm;  // gridDim.x is at most this times the multiprocessors; 0: no limit

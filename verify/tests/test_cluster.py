@@ -251,10 +251,16 @@ extern "C" __global__ void __cluster_dims__(4) __launch_bounds__(8) other(Attent
     assert lse.tolist() == [block % size for block in range(2)]
 
 
+def test_the_grid_is_filled_up_to_whole_clusters(tmp_path):
+    body = "p.lse[block] = gridDim.x;"
+    step = in_clusters(write_step(tmp_path, "filled", body, globals_=GLOBALS), "__cluster_dims__(4)")
+    _, lse = run(step, CpuBackend(), num_lse=4)
+    assert lse.tolist() == [4] * 4
+
+
 @pytest.mark.parametrize(
     ("signature", "report"),
     [
-        ("__cluster_dims__(3)", "is launched with 2 blocks, not a multiple of its clusters' 3"),
         ("__cluster_dims__(16)", "has clusters of 16 x 1 x 1 blocks; .* must be 1 to 8"),
         ("__cluster_dims__(1, 2)", "has clusters of 1 x 2 x 1 blocks; .* must be 1 to 8"),
         ("__cluster_dims__(2) __launch_bounds__(32)", "48 threads; its __launch_bounds__ allow 32"),

@@ -43,6 +43,7 @@ class Gpu:
         self.stream = MagicMock(cuda_stream=0)
         self.stream.wait_stream = lambda other: self.events.append("torch waits")
         self.fails = False
+        self.cluster = 1
         driver = MagicMock(Error=DriverError)
         context = driver.Device.return_value.retain_primary_context.return_value
         context.handle = CONTEXT
@@ -92,9 +93,8 @@ class Gpu:
     def load(self, step, job):
         _, spec, _ = job
         descriptor = CpuBackend().descriptor(step, spec)
-        launches = {
-            kernel.name.decode(): (self.launch, GAP) for kernel in descriptor.kernels if kernel.name
-        }
+        names = [kernel.name.decode() for kernel in descriptor.kernels if kernel.name]
+        launches = {name: (self.launch, GAP, self.cluster) for name in names}
         return gpu._Module(descriptor, launches, {})
 
     def launch(self, grid, block, parameters, smem_bytes, stream):
@@ -191,6 +191,17 @@ def test_a_launch_that_fails_is_one_clear_line(fake, tensors) -> None:
     assert fake.take()[-1] == "torch waits"
 
 
+def test_a_grid_is_filled_up_to_whole_clusters(fake, tensors) -> None:
+    """Which are known when the step is loaded."""
+    q, k, v, *_ = tensors
+    tensors = [t[:, :1].expand(-1, 3, -1, -1) for t in (q, k, v)]
+    outputs = [torch.empty_like(tensors[0]), torch.empty(1, 3, 9)]
+    for step, fake.cluster, blocks in (("v08", 1, 3), ("v09", 2, 4)):
+        prepared = fake.backend._prepare(find_step(step), [*tensors, *outputs], False)
+        (_, _, grid, _, _) = prepared.kernels[0]
+        assert grid == (blocks, 1, 1)
+
+
 def test_what_lies_alike_is_prepared_once(fake, tensors) -> None:
     first, second = (
         fake.backend.launch(V11, *tensors, causal=False, softmax_scale=0.5) for _ in "ab"
@@ -211,7 +222,7 @@ def load(fake, monkeypatch) -> Callable[[bytes | None], gpu._Module]:
     descriptor = CpuBackend().descriptor(step, Specialization(8, "bf16", False))
     resources = dict.fromkeys(("first", "second", "third"), Resources(*[0] * 6))
     monkeypatch.setattr(gpu, "parse_resources", lambda log: resources)
-    monkeypatch.setattr(gpu, "_parameter_offset", lambda cubin, kernel, params_bytes: 16)
+    monkeypatch.setattr(gpu, "_inspect", lambda cubin, kernel, params_bytes, device: (16, 2))
     monkeypatch.setattr(gpu, "EarlyLaunch", lambda cubin, name, smem_bytes: f"early {name}")
 
     def load(start_early: bytes | None) -> gpu._Module:
@@ -238,11 +249,11 @@ def load(fake, monkeypatch) -> Callable[[bytes | None], gpu._Module]:
 
 def test_kernels_that_start_early_are_launched_by_cuda_bindings(fake, load) -> None:
     module = fake.backend._driver.module_from_file.return_value
-    by_pycuda = module.get_function.return_value._launch_kernel, bytes(16)
+    by_pycuda = module.get_function.return_value._launch_kernel, bytes(16), 2
     assert load(b"\1\0\0\0").launches == {
         "first": by_pycuda,
-        "second": ("early second", b""),
-        "third": ("early third", b""),
+        "second": ("early second", b"", 2),
+        "third": ("early third", b"", 2),
     }
     for absent_or_0 in (None, bytes(4)):
         assert load(absent_or_0).launches == dict.fromkeys(("first", "second", "third"), by_pycuda)

@@ -1,7 +1,7 @@
 // Clusters (sm_90): the blocks of a cluster run at the same time, and reach into each other's
 // shared memory. __cluster_dims__(N) in a kernel's signature, on the line of its __launch_bounds__,
-// makes clusters of N consecutive blocks; gridDim.x must be a multiple of N. A block's rank is its
-// number in its cluster.
+// makes clusters of N consecutive blocks, and the grid is filled up to whole clusters. A block's rank
+// is its number in its cluster.
 //
 // A variable has the same place in every block's shared memory: functions that reach into another
 // block's take this block's variable and the rank of the block that is meant. That must have

@@ -86,14 +86,6 @@ int cluster_size_of(const KernelRequest& asked) {
                 asked.name, dims->x, dims->y, dims->z, MAX_CLUSTER)
             .fail();
     }
-    if (asked.blocks % dims->x) {
-        Report()
-            .add(
-                "kernel %s is launched with %lld blocks, not a multiple of its clusters' %d: pad "
-                "the grid",
-                asked.name, static_cast<long long>(asked.blocks), dims->x)
-            .fail();
-    }
     return dims->x;
 }
 
@@ -121,7 +113,8 @@ void launch_kernel(const Request& request, int index) {
     const Launch launch = {
         .kernel_name = asked.name,
         .run_thread = [] { simt_step.call(kernel, kernel_params); },
-        .num_blocks = static_cast<uint32_t>(asked.blocks),
+        .num_blocks =
+            static_cast<uint32_t>((asked.blocks + cluster_size - 1) / cluster_size * cluster_size),
         .cluster_size = cluster_size,
         .num_threads = asked.threads,
         .num_workers = request.workers,
