@@ -343,10 +343,11 @@ struct Work {
     // another, and of these those of the first keys first: with a mask they are the longest.
     __device__ Work(const BackwardParams& p, int n) {
         const int k_blocks = (p.seq_k + BLOCK_N - 1) / BLOCK_N, group = p.heads / p.kv_heads;
-        const int section_heads = max(1, SECTION_ROWS / (group * p.seq_q));
+        const int all_heads = p.batch * p.kv_heads;
+        const int section_heads = min(max(1, SECTION_ROWS / (group * p.seq_q)), all_heads);
         const int section = n / (section_heads * k_blocks);
         const int place = n % (section_heads * k_blocks);
-        const int heads = min(section_heads, p.batch * p.kv_heads - section * section_heads);
+        const int heads = min(section_heads, all_heads - section * section_heads);
         const int head = section * section_heads + place % heads;
         k_start = place / heads * BLOCK_N;
         kv_head = head % p.kv_heads;
