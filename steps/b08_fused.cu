@@ -2,7 +2,9 @@
 // change: a consumer starts S of the next tile before it hands on dQ of this one, and dV before it
 //     computes dS; it announces dS by an mbarrier, starts dK, and only then waits for the other's;
 //     blocks are persistent and go through their works longest first, and while dK and dV leave, the
-//     next work's tiles arrive; a kernel starts before the one in front of it has ended
+//     next work's tiles arrive; a kernel starts before the one in front of it has ended. Above
+//     head_dim 128 two blocks are a cluster: each loads half of Q and dO for both, and dQ of their
+//     keys together is computed, and added to its sum, by halves
 // why: in b06 a warpgroup has no product queued while it computes exponentials and dS, stores dQ or
 //     waits at the barrier, and a block none while it begins and ends. 1.05 to 1.1 times b06, more
 //     where sequences are short or the mask is causal
@@ -12,6 +14,7 @@
 // repeats: all bits but dq's; blocks add to it in any order
 #include "backward.cuh"
 #include "bulk.cuh"
+#include "cluster.cuh"
 #include "dependent_launch.cuh"
 #include "mma.cuh"
 #include "reduce_vector.cuh"
@@ -22,21 +25,25 @@ constexpr int CONSUMERS = 2;  // warpgroups that compute; one more loads and add
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // starts all loads; the next ones add dQ
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-constexpr bool BY_ROLES = HEAD_DIM > 128;  // the consumers share their keys, not their work
-constexpr int BLOCK_N = BY_ROLES ? 64 : 64 * CONSUMERS;  // keys; a warpgroup computes for 64
-constexpr int BLOCK_M = 64;                              // queries of a tile
-constexpr int NUM_STAGES = 2;                            // tiles of dO and of dS in shared memory
-constexpr int Q_STAGES = BY_ROLES ? 2 : 3;  // tiles of Q, of which S may be started early
-constexpr int PANEL = 64;                   // columns of a panel: 128 bytes, the swizzle's width
+constexpr bool BY_ROLES = HEAD_DIM > 128;      // the consumers share their keys, not their work
+constexpr int CLUSTER = BY_ROLES ? 2 : 1;      // blocks that share the keys of a work
+constexpr int WORK_N = 128;                    // keys
+constexpr int BLOCK_N = WORK_N / CLUSTER;      // and a block's; a warpgroup computes for 64
+constexpr int BLOCK_M = 64;                    // queries of a tile
+constexpr int Q_STAGES = BY_ROLES ? 2 : 3;     // tiles of Q, of which S may be started early
+constexpr int DOUT_STAGES = BY_ROLES ? 1 : 2;  // of dO
+constexpr int DS_STAGES = 2;                   // of dS
+constexpr int PANEL = 64;                      // columns of a panel: 128 bytes, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr bool KV_IN_REGISTERS = HEAD_DIM <= 64;
 constexpr bool KEEPS_P = HEAD_DIM <= 96;        // in float, for dS; else there is no room for it
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 
-// Of dQ each warpgroup has half of the columns: a panel, or half of a single panel. By roles, the
-// first one has two panels, and the second one the rest.
-constexpr int DQ_COLUMNS = PANELS == 1 ? PANEL / 2 : BY_ROLES ? 2 * PANEL : PANEL;
-constexpr int REST_COLUMNS = BY_ROLES ? DIM - DQ_COLUMNS : DQ_COLUMNS;
+// Of dQ each warpgroup has half of the columns: a panel, or half of a single panel. In a cluster each
+// block has half of them, its first warpgroup one of the first two panels, its second one half of the
+// rest, in one panel.
+constexpr int DQ_COLUMNS = PANELS == 1 ? PANEL / 2 : PANEL;
+constexpr int REST_COLUMNS = DIM <= 160 ? 16 : DIM <= 192 ? 32 : 64;
 
 // Named barriers; 0 is that of __syncthreads. Those of dQ are warpgroup 0's; the others' follow.
 constexpr int CONSUMERS_BARRIER = 1;
@@ -63,16 +70,18 @@ struct Rows {
 };
 
 struct alignas(SWIZZLE_128B_TILE) SharedMemory {
-    Tile<BLOCK_N> k, v;  // by roles in the end dK and dV
+    Tile<BLOCK_N> k, v;                                 // by roles in the end dK and dV
+    Element k_other[2][BY_ROLES ? BLOCK_N : 8][PANEL];  // of the other block, columns for dQ here
     Tile<BLOCK_M> q[Q_STAGES];
-    Tile<BLOCK_M> dout[NUM_STAGES];
-    Element ds[NUM_STAGES][1][BLOCK_N][BLOCK_M];  // the transpose of dS: one panel; in the end dV
-    Staging staging;                              // in the end dK
-    Rows rows[NUM_STAGES];                        // arrive with dO
-    Mbarrier k_full, v_full, q_full[Q_STAGES], dout_full[NUM_STAGES];  // the tile has arrived
-    Mbarrier k_empty, v_empty;                           // every warp that has to has read it
-    Mbarrier q_empty[Q_STAGES], dout_empty[NUM_STAGES];  // every consumer warp has read it
-    Mbarrier ds_full[NUM_STAGES];                        // every consumer warp has stored its part
+    Tile<BLOCK_M> dout[DOUT_STAGES];
+    Element ds[DS_STAGES][1][WORK_N][BLOCK_M];  // the transpose of dS: one panel; in the end dV
+    Staging staging;                            // in the end dK
+    Rows rows[DOUT_STAGES];                     // arrive with dO
+    Mbarrier k_full, v_full, q_full[Q_STAGES], dout_full[DOUT_STAGES];  // the tile has arrived
+    Mbarrier k_empty, v_empty;                            // every warp that has to has read it
+    Mbarrier q_empty[Q_STAGES], dout_empty[DOUT_STAGES];  // every consumer warp has read it
+    Mbarrier ds_full[DS_STAGES];                          // all of dS is there
+    Mbarrier ds_empty[DS_STAGES];                         // in a cluster: both blocks have read it
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
 
@@ -108,10 +117,10 @@ __constant__ BackwardDescriptor launch_descriptor = {
                    .shape = {{BATCH, 1}, {HEADS, 1}, {SEQ_Q, BLOCK_M}}},
                   {.element_bytes = IS_FP16<Element> ? sizeof(float) : 0,  // of a tile: max |dO|
                    .shape = {{BATCH, 1}, {HEADS, 1}, {SEQ_Q, 1}}}},
-    .q_box = {BLOCK_M, PANEL, SWIZZLE_128B},
+    .q_box = {BLOCK_M / CLUSTER, PANEL, SWIZZLE_128B},
     .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
     .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
-    .dout_box = {BLOCK_M, PANEL, SWIZZLE_128B},
+    .dout_box = {BLOCK_M / CLUSTER, PANEL, SWIZZLE_128B},
     .dq_box = {BLOCK_M, PANEL, SWIZZLE_128B},
     .dk_box = {16, PANEL, SWIZZLE_128B},
     .dv_box = {16, PANEL, SWIZZLE_128B},
@@ -126,6 +135,20 @@ __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int h
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel)
         cp_async_bulk_tensor_load(tile[panel][0], map, PANEL * panel, row, head, batch, full);
+}
+
+// The same of Q or dO. In a cluster each block loads half of the rows, into both.
+__device__ void load_queries(Tile<BLOCK_M>& tile, const TensorMap& map, int row, int head,
+                             int batch, Mbarrier& full) {
+    if (CLUSTER == 1) {
+        load_tile(tile, map, row, head, batch, full);
+        return;
+    }
+    const int half = cluster_rank() * (BLOCK_M / CLUSTER);
+#pragma unroll
+    for (int panel = 0; panel < PANELS; ++panel)
+        cp_async_bulk_tensor_load_multicast(tile[panel][half], map, PANEL * panel, row + half, head,
+                                            batch, full, 0b11);
 }
 
 // Describes the columns d ... d + 15 of a tile, its rows from `row` on.
@@ -247,13 +270,31 @@ __device__ void multiply_add(float (&acc)[DIM / 8][4], uint32_t (&a)[BLOCK_M / 1
 
 // Starts dq_acc = dS K, the 8 TILES columns from `column` on.
 template <int TILES>
-__device__ void multiply_dq(float (&dq_acc)[TILES][4], const Element (&ds)[1][BLOCK_N][BLOCK_M],
+__device__ void multiply_dq(float (&dq_acc)[TILES][4], const Element (&ds)[1][WORK_N][BLOCK_M],
                             const Tile<BLOCK_N>& k, int column) {
     wgmma_fence(dq_acc);
 #pragma unroll
     for (int j = 0; j < BLOCK_N; j += 16)
         wgmma_m64nNk16<Element, MN_MAJOR, MN_MAJOR>(dq_acc, mn_major(ds, j, 0),
                                                     mn_major(k, j, column), j > 0);
+    wgmma_commit_group();
+}
+
+// The same over the keys of both blocks of a cluster. The other block's K has its columns in a panel
+// of k_other.
+template <int TILES>
+__device__ void multiply_dq_of_both(float (&dq_acc)[TILES][4], const SharedMemory& smem, int stage,
+                                    int column, int panel) {
+    const int rank = cluster_rank();
+    wgmma_fence(dq_acc);
+#pragma unroll
+    for (int j = 0; j < WORK_N; j += 16) {
+        const uint64_t k = j / BLOCK_N == rank ? mn_major(smem.k, j % BLOCK_N, column)
+                                               : mn_major(smem.k_other, j % BLOCK_N,
+                                                          PANEL * panel + column % PANEL);
+        wgmma_m64nNk16<Element, MN_MAJOR, MN_MAJOR>(dq_acc, mn_major(smem.ds[stage], j, 0), k,
+                                                    j > 0);
+    }
     wgmma_commit_group();
 }
 
@@ -331,10 +372,10 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 // Rows of Q, dO and dQ, in 32 MB.
 constexpr int SECTION_ROWS = (32 << 20) / (HEAD_DIM * (2 * sizeof(Element) + sizeof(float)));
 
-// What a block works on at a time: BLOCK_N keys, and the tiles of queries that see them, of each
-// query head of the keys' group.
+// What a block, or a cluster, works on at a time: WORK_N keys, and the tiles of queries that see
+// them, of each query head of the keys' group.
 struct Work {
-    int k_start, kv_head, batch;
+    int first_key, kv_head, batch;
     int first_head, end_head;
     int first_tile, end_tile;
     int num_tiles;
@@ -342,23 +383,26 @@ struct Work {
     // Work n of the launch. The works of a few heads, whose Q, dO and dQ stay in L2, come one after
     // another, and of these those of the first keys first: with a mask they are the longest.
     __device__ Work(const BackwardParams& p, int n) {
-        const int k_blocks = (p.seq_k + BLOCK_N - 1) / BLOCK_N, group = p.heads / p.kv_heads;
+        const int k_blocks = (p.seq_k + WORK_N - 1) / WORK_N, group = p.heads / p.kv_heads;
         const int all_heads = p.batch * p.kv_heads;
         const int section_heads = min(max(1, SECTION_ROWS / (group * p.seq_q)), all_heads);
         const int section = n / (section_heads * k_blocks);
         const int place = n % (section_heads * k_blocks);
         const int heads = min(section_heads, all_heads - section * section_heads);
         const int head = section * section_heads + place % heads;
-        k_start = place / heads * BLOCK_N;
+        first_key = place / heads * WORK_N;
         kv_head = head % p.kv_heads;
         batch = head / p.kv_heads;
         first_head = kv_head * group;
         end_head = first_head + group;
         // Causal: key j is seen by the queries i >= j + seq_q - seq_k.
-        first_tile = CAUSAL ? max(0, k_start + p.seq_q - p.seq_k) / BLOCK_M : 0;
+        first_tile = CAUSAL ? max(0, first_key + p.seq_q - p.seq_k) / BLOCK_M : 0;
         end_tile = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
         num_tiles = group * (end_tile - first_tile);
     }
+
+    // The first key of the block with this rank.
+    __device__ int first_key_of(int rank) const { return first_key + BLOCK_N * rank; }
 
     // Of Rows, and of DqTile.
     __device__ int64_t tile_index(const BackwardParams& p, int head, int tile) const {
@@ -366,14 +410,15 @@ struct Work {
     }
 };
 
-// The number of this block's work of a round. Every other round goes backwards, so that who had the
-// longest work of a round has the shortest one of the next.
+// The number of this block's, or cluster's, work of a round. Every other round goes backwards, so that
+// who had the longest work of a round has the shortest one of the next.
 __device__ int work_number(int round) {
-    return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    const int workers = gridDim.x / CLUSTER, worker = blockIdx.x / CLUSTER;
+    return round * workers + (round % 2 ? workers - 1 - worker : worker);
 }
 
 __device__ int num_works(const BackwardParams& p) {
-    return (p.seq_k + BLOCK_N - 1) / BLOCK_N * p.kv_heads * p.batch;
+    return (p.seq_k + WORK_N - 1) / WORK_N * p.kv_heads * p.batch;
 }
 
 // A stage's barriers complete one phase per tile. Phase -1 counts as completed from the beginning: a
@@ -388,33 +433,56 @@ __device__ void release(Mbarrier& empty) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 
+// The same for what both blocks of a cluster fill.
+__device__ void release_in_both(Mbarrier& empty) {
+    if (threadIdx.x % 32 == 0) {
+        mbarrier_arrive(empty);
+        mbarrier_arrive_cluster_relaxed(empty, cluster_rank() ^ 1);
+    }
+}
+
+// The first column of dQ, of those that this warpgroup of the block with this rank computes.
+__device__ int dq_column(int warpgroup, int rank) {
+    return warpgroup == 0 ? DQ_COLUMNS * rank : 2 * PANEL + REST_COLUMNS * rank;
+}
+
 // ---- load K and V, and the tiles
 __device__ void load(const BackwardParams& p, SharedMemory& smem) {
     const Rows* all_rows = static_cast<const Rows*>(p.workspace[0]);
+    const int rank = BY_ROLES ? cluster_rank() : 0;
     int i = 0;  // tiles of all works so far
     for (int round = 0; work_number(round) < num_works(p); ++round) {
         const Work work(p, work_number(round));
+        const int first_key = work.first_key_of(rank);
         for (int head = work.first_head; head < work.end_head; ++head)
             for (int tile = work.first_tile; tile < work.end_tile; ++tile, ++i) {
-                const int stage = i % NUM_STAGES, q_stage = i % Q_STAGES, q_start = tile * BLOCK_M;
+                const int stage = i % DOUT_STAGES, q_stage = i % Q_STAGES, q_start = tile * BLOCK_M;
                 const bool is_first = head == work.first_head && tile == work.first_tile;
                 wait_for(smem.q_empty[q_stage], i / Q_STAGES - 1);
                 mbarrier_arrive_expect_tx(smem.q_full[q_stage], sizeof(smem.q[0]));
-                load_tile(smem.q[q_stage], p.q_map, q_start, head, work.batch,
-                          smem.q_full[q_stage]);
+                load_queries(smem.q[q_stage], p.q_map, q_start, head, work.batch,
+                             smem.q_full[q_stage]);
                 if (is_first) {  // V before K, which is read for longer in the work before
                     wait_for(smem.v_empty, round - 1);
                     mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
-                    load_tile(smem.v, p.v_map, work.k_start, work.kv_head, work.batch, smem.v_full);
+                    load_tile(smem.v, p.v_map, first_key, work.kv_head, work.batch, smem.v_full);
                 }
-                wait_for(smem.dout_empty[stage], i / NUM_STAGES - 1);
+                wait_for(smem.dout_empty[stage], i / DOUT_STAGES - 1);
                 Mbarrier& dout_full = smem.dout_full[stage];
                 mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(Rows));
-                load_tile(smem.dout[stage], p.dout_map, q_start, head, work.batch, dout_full);
+                load_queries(smem.dout[stage], p.dout_map, q_start, head, work.batch, dout_full);
                 if (is_first) {
                     wait_for(smem.k_empty, round - 1);
-                    mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
-                    load_tile(smem.k, p.k_map, work.k_start, work.kv_head, work.batch, smem.k_full);
+                    mbarrier_arrive_expect_tx(
+                        smem.k_full, sizeof(smem.k) + (BY_ROLES ? sizeof(smem.k_other) : 0));
+                    load_tile(smem.k, p.k_map, first_key, work.kv_head, work.batch, smem.k_full);
+                    if (BY_ROLES)
+#pragma unroll
+                        for (int panel = 0; panel < 2; ++panel)
+                            cp_async_bulk_tensor_load(smem.k_other[panel][0], p.k_map,
+                                                      dq_column(panel, rank) / PANEL * PANEL,
+                                                      work.first_key_of(rank ^ 1), work.kv_head,
+                                                      work.batch, smem.k_full);
                 }
                 if (i == 0) griddepcontrol_wait();  // attention_delta has written all rows
                 cp_async_bulk_load(&smem.rows[stage], all_rows + work.tile_index(p, head, tile),
@@ -510,7 +578,7 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
     for (int round = 0; work_number(round) < num_works(p); ++round) {
         const Work work(p, work_number(round));
         const float factor = factor_of(p, work), unscale = 1.0f / factor;
-        const int first_key = work.k_start + warp_row;
+        const int first_key = work.first_key + warp_row;
         float dk_acc[DIM / 8][4] = {}, dv_acc[DIM / 8][4] = {};
         float s_acc[BLOCK_M / 8][4];
         uint32_t k_frag[DIM / 16][4], v_frag[DIM / 16][4];  // [16, 16] each, of the warp's keys
@@ -528,11 +596,11 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
         // One Q/dO tile, of which S is there. Starts S of the next one, unless it is the work's last.
         const auto tile_step = [&](int tile, bool is_first, auto last) {
             constexpr bool IS_LAST = decltype(last)::value;
-            const int stage = i % NUM_STAGES, q_stage = i % Q_STAGES;
+            const int stage = i % DOUT_STAGES, q_stage = i % Q_STAGES, ds_stage = i % DS_STAGES;
 
             // ---- dP^T = V dO^T  [BLOCK_N, BLOCK_M], [64, BLOCK_M] in each warpgroup
             float dp_acc[BLOCK_M / 8][4];
-            wait_for(smem.dout_full[stage], i / NUM_STAGES);
+            wait_for(smem.dout_full[stage], i / DOUT_STAGES);
             if (KV_IN_REGISTERS)
                 multiply(dp_acc, v_frag, smem.dout[stage]);
             else
@@ -556,10 +624,10 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
                 if (lane == 0) cp_async_bulk_wait_group_read<0>();
                 bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // dK and dV have left their places
             }
-            store_rows(smem.ds[stage], warp_row, 0, ds_frag);
+            store_rows(smem.ds[ds_stage], warp_row, 0, ds_frag);
             fence_proxy_async();  // by each writer of dS
             __syncwarp();
-            release(smem.ds_full[stage]);
+            release(smem.ds_full[ds_stage]);
 
             // ---- dK += dS^T Q  [BLOCK_N, HEAD_DIM], [64, DIM] in each warpgroup
             multiply_add(dk_acc, ds_frag, smem.q[q_stage]);
@@ -568,8 +636,8 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
 
             // ---- dQ = dS K of these keys  [BLOCK_M, HEAD_DIM], [64, DQ_COLUMNS] in each warpgroup
             float dq_acc[DQ_COLUMNS / 8][4];
-            wait_for(smem.ds_full[stage], i / NUM_STAGES);
-            multiply_dq(dq_acc, smem.ds[stage], smem.k, DQ_COLUMNS * warpgroup);
+            wait_for(smem.ds_full[ds_stage], i / DS_STAGES);
+            multiply_dq(dq_acc, smem.ds[ds_stage], smem.k, DQ_COLUMNS * warpgroup);
             if constexpr (IS_LAST) {
                 wgmma_wait_group<0>(dk_acc, dq_acc, ds_frag);
                 release(smem.k_empty);
@@ -637,31 +705,32 @@ __device__ void add_from_registers(DqTile& sums, int column, const float (&dq_ac
     }
 }
 
-// head_dim over 128, the first consumer: P, dV and the first columns of dQ, for all keys
+// head_dim over 128, the first consumer: P, dV and its part of dQ
 __device__ void compute_dv(const BackwardParams& p, SharedMemory& smem, int warp) {
-    const int warp_row = 16 * warp;
+    const int warp_row = 16 * warp, rank = cluster_rank();
+    const int column = dq_column(0, rank);
     int i = 0;  // tiles of all works so far
     for (int round = 0; work_number(round) < num_works(p); ++round) {
         const Work work(p, work_number(round));
         const float unscale = 1.0f / factor_of(p, work);
-        const int first_key = work.k_start + warp_row;
+        const int first_key = work.first_key_of(rank) + warp_row;
         float dv_acc[DIM / 8][4] = {};
         wait_for(smem.k_full, round);
 
         for (int head = work.first_head; head < work.end_head; ++head)
             for (int tile = work.first_tile; tile < work.end_tile; ++tile, ++i) {
-                const int stage = i % NUM_STAGES, q_stage = i % Q_STAGES;
+                const int stage = i % DOUT_STAGES, q_stage = i % Q_STAGES, ds_stage = i % DS_STAGES;
 
                 // ---- S^T = K Q^T  [BLOCK_N, BLOCK_M]
                 float s_acc[BLOCK_M / 8][4];
                 wait_for(smem.q_full[q_stage], i / Q_STAGES);
                 multiply(s_acc, smem.k, 0, smem.q[q_stage]);
                 wgmma_wait_group<0>(s_acc);
-                release(smem.q_empty[q_stage]);
+                release_in_both(smem.q_empty[q_stage]);
 
                 // ---- P = 2^(S - lse), to the other consumer
                 uint32_t p_frag[BLOCK_M / 16][4];
-                wait_for(smem.dout_full[stage], i / NUM_STAGES);
+                wait_for(smem.dout_full[stage], i / DOUT_STAGES);
                 exponentials(s_acc, p, smem.rows[stage], first_key, tile * BLOCK_M);
                 convert(p_frag, s_acc);
 #pragma unroll
@@ -676,15 +745,16 @@ __device__ void compute_dv(const BackwardParams& p, SharedMemory& smem, int warp
                 // ---- dV += P^T dO  [BLOCK_N, HEAD_DIM]
                 multiply_add(dv_acc, p_frag, smem.dout[stage]);
 
-                // ---- dQ = dS K of these keys  [BLOCK_M, DQ_COLUMNS]
-                bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // dS is complete, P has been read
+                // ---- dQ = dS K of both blocks' keys  [BLOCK_M, DQ_COLUMNS]
+                wait_for(smem.ds_full[ds_stage], i / DS_STAGES);  // so P has been read, too
                 float dq_acc[DQ_COLUMNS / 8][4];
-                multiply_dq(dq_acc, smem.ds[stage], smem.k, 0);
+                multiply_dq_of_both(dq_acc, smem, ds_stage, column, 0);
                 wgmma_wait_group<1>(dv_acc, p_frag);
-                release(smem.dout_empty[stage]);
+                release_in_both(smem.dout_empty[stage]);
                 wgmma_wait_group<0>(dq_acc);
+                release_in_both(smem.ds_empty[ds_stage]);
                 DqTile* sums = static_cast<DqTile*>(p.workspace[1]);
-                add_from_registers(sums[work.tile_index(p, head, tile)], 0, dq_acc, unscale);
+                add_from_registers(sums[work.tile_index(p, head, tile)], column, dq_acc, unscale);
             }
 
         // ---- write dV, in the place of V
@@ -695,25 +765,26 @@ __device__ void compute_dv(const BackwardParams& p, SharedMemory& smem, int warp
     }
 }
 
-// head_dim over 128, the second consumer: dS, dK and the other columns of dQ, for all keys
+// head_dim over 128, the second consumer: dS, dK and its part of dQ
 __device__ void compute_dk(const BackwardParams& p, SharedMemory& smem, int warp) {
-    const int warp_row = 16 * (warp - 4);
+    const int warp_row = 16 * (warp - 4), rank = cluster_rank();
+    const int ds_row = BLOCK_N * rank + warp_row;  // of both blocks' keys
+    const int column = dq_column(1, rank);
     int i = 0;  // tiles of all works so far
     for (int round = 0; work_number(round) < num_works(p); ++round) {
         const Work work(p, work_number(round));
         const float factor = factor_of(p, work), unscale = 1.0f / factor;
-        const int first_key = work.k_start + warp_row;
         float dk_acc[DIM / 8][4] = {};
         wait_for(smem.k_full, round);
         wait_for(smem.v_full, round);
 
         for (int head = work.first_head; head < work.end_head; ++head)
             for (int tile = work.first_tile; tile < work.end_tile; ++tile, ++i) {
-                const int stage = i % NUM_STAGES, q_stage = i % Q_STAGES;
+                const int stage = i % DOUT_STAGES, q_stage = i % Q_STAGES, ds_stage = i % DS_STAGES;
 
                 // ---- dP^T = V dO^T  [BLOCK_N, BLOCK_M]
                 float dp_acc[BLOCK_M / 8][4], prob[BLOCK_M / 8][4];
-                wait_for(smem.dout_full[stage], i / NUM_STAGES);
+                wait_for(smem.dout_full[stage], i / DOUT_STAGES);
                 multiply(dp_acc, smem.v, 0, smem.dout[stage]);
                 wgmma_wait_group<0>(dp_acc);
 
@@ -729,39 +800,59 @@ __device__ void compute_dk(const BackwardParams& p, SharedMemory& smem, int warp
                     for (int n = 0; n < VEC; ++n) prob[2 * j + n / 4][n % 4] = x[n];
                 }
                 scores_gradient(dp_acc, prob, smem.rows[stage], factor);
-                release(smem.dout_empty[stage]);
+                release_in_both(smem.dout_empty[stage]);
                 convert(ds_frag, dp_acc);
-                store_rows(smem.ds[stage], warp_row, 0, ds_frag);
 
-                // ---- dQ = dS K of these keys  [BLOCK_M, REST_COLUMNS]
-                fence_proxy_async();                           // by each writer of dS
-                bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // dS is complete, P has been read
-                float dq_acc[REST_COLUMNS / 8][4];
-                multiply_dq(dq_acc, smem.ds[stage], smem.k, DQ_COLUMNS);
+                // ---- dS to both blocks, from each warp its 16 rows
+                wait_for(smem.ds_empty[ds_stage], i / DS_STAGES - 1);
+                store_rows(smem.ds[ds_stage], ds_row, 0, ds_frag);
+                fence_proxy_async();  // by each writer
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) {
+                    Element* rows = smem.ds[ds_stage][0][ds_row];
+                    constexpr int BYTES = 16 * sizeof(smem.ds[0][0][0]);
+                    mbarrier_arrive_expect_tx(smem.ds_full[ds_stage], BYTES);  // of the other's
+                    cp_async_bulk_cluster(rows, rows, BYTES, smem.ds_full[ds_stage], rank ^ 1);
+                }
 
                 // ---- dK += dS^T Q  [BLOCK_N, HEAD_DIM]
                 wait_for(smem.q_full[q_stage], i / Q_STAGES);
                 multiply_add(dk_acc, ds_frag, smem.q[q_stage]);
-                wgmma_wait_group<1>(dq_acc);
+
+                // ---- dQ = dS K of both blocks' keys  [BLOCK_M, REST_COLUMNS]
+                wait_for(smem.ds_full[ds_stage], i / DS_STAGES);
+                float dq_acc[REST_COLUMNS / 8][4];
+                multiply_dq_of_both(dq_acc, smem, ds_stage, column, 1);
+                wgmma_wait_group<1>(dk_acc, ds_frag);
+                release_in_both(smem.q_empty[q_stage]);
+                wgmma_wait_group<0>(dq_acc);
+                release_in_both(smem.ds_empty[ds_stage]);
                 DqTile* sums = static_cast<DqTile*>(p.workspace[1]);
-                add_from_registers(sums[work.tile_index(p, head, tile)], DQ_COLUMNS, dq_acc,
-                                   unscale);
-                wgmma_wait_group<0>(dk_acc, ds_frag);
-                release(smem.q_empty[q_stage]);
+                add_from_registers(sums[work.tile_index(p, head, tile)], column, dq_acc, unscale);
             }
 
         // ---- write dK, in the place of K
         bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // all products have read K and V
-        write(p.dk_map, first_key, work.kv_head, work.batch, smem.k, warp_row, dk_acc,
-              p.softmax_scale * unscale);
+        write(p.dk_map, work.first_key_of(rank) + warp_row, work.kv_head, work.batch, smem.k,
+              warp_row, dk_acc, p.softmax_scale * unscale);
         if (threadIdx.x % 32 == 0) cp_async_bulk_wait_group_read<0>();
         release(smem.k_empty);
     }
 }
 
+// All threads of the block, or cluster, that have not exited.
+__device__ void synchronize() {
+    if (CLUSTER == 1) {
+        __syncthreads();
+    } else {
+        cluster_arrive();
+        cluster_wait();
+    }
+}
+
 // dK = scale dS^T Q, dV = P^T dO, summed over the query heads of a group
 // [batch, kv_heads, seq_k, HEAD_DIM]; dQ += dS K  [batch, heads, seq_q, HEAD_DIM]
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREADS, 1)
     attention_backward(const __grid_constant__ BackwardParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
     // Uniform across the warp; the shuffle tells the compiler so.
@@ -775,17 +866,21 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
         for (int stage = 0; stage < Q_STAGES; ++stage) {
             mbarrier_init(smem.q_full[stage], 1);
-            mbarrier_init(smem.q_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.q_empty[stage], 4 * CONSUMERS * CLUSTER);
         }
 #pragma unroll
-        for (int stage = 0; stage < NUM_STAGES; ++stage) {
+        for (int stage = 0; stage < DOUT_STAGES; ++stage) {
             mbarrier_init(smem.dout_full[stage], 1);
-            mbarrier_init(smem.dout_empty[stage], 4 * CONSUMERS);
-            mbarrier_init(smem.ds_full[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.dout_empty[stage], 4 * CONSUMERS * CLUSTER);
+        }
+#pragma unroll
+        for (int stage = 0; stage < DS_STAGES; ++stage) {
+            mbarrier_init(smem.ds_full[stage], BY_ROLES ? 4 : 4 * CONSUMERS);
+            mbarrier_init(smem.ds_empty[stage], 4 * CONSUMERS * CLUSTER);
         }
         fence_mbarrier_init();
     }
-    __syncthreads();  // the mbarriers are initialized
+    synchronize();  // the mbarriers are initialized
     griddepcontrol_launch_dependents();
 
     if (warp >= PRODUCER_WARP) {
@@ -800,12 +895,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     }
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     griddepcontrol_wait();  // what attention_delta has written is there
-    if (!BY_ROLES)
+    if (!BY_ROLES) {
         compute(p, smem, warp);
-    else if (warp < 4)
-        compute_dv(p, smem, warp);
-    else
-        compute_dk(p, smem, warp);
+    } else {
+        if (warp < 4)
+            compute_dv(p, smem, warp);
+        else
+            compute_dk(p, smem, warp);
+        synchronize();  // the other block no longer reaches into this one
+    }
 }
 
 // dQ in its order and type  [batch, heads, seq_q, HEAD_DIM]
