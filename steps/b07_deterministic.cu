@@ -1,13 +1,13 @@
 // b07 -- every bit repeats: seven products in two kernels, and no reductions
-// change: dQ has a kernel of its own, whose warpgroups keep 64 queries each and walk the keys; that
-//     of dK and dV walks the queries as before; both compute S and dP, and each gradient is summed
-//     by one warpgroup in one order. Above head_dim 128 one warpgroup has dV, the other dK, and P
-//     goes from one to the other
-// why: b06's dQ is a sum that blocks add to in any order. Here the products grow from 5 to 7 and the
-//     exponentials from 1 to 2 an element; what goes in exchange are the reductions, 4 bytes of
-//     workspace for each element of dQ and the passes that clear and round them, dS's way through
-//     shared memory, and the barriers between warpgroups, which then take turns at the tensor cores
-//     by themselves: 0.85 times b06
+// change: dQ has a kernel of its own, whose warpgroups keep 64 queries each and walk the keys; dK and
+//     dV stay with warpgroups that keep keys and walk the queries; each kernel computes S and dP, and
+//     each element of a gradient is one thread's sum, in one order. Above head_dim 128 one warpgroup
+//     has dV and another dK
+// why: in b06 blocks add to dQ in any order. One order costs two products more, 7 instead of 5, and
+//     a second exponential. It saves the reductions, dQ's workspace and the passes that clear and
+//     round it, dS in shared memory, and the barriers between warpgroups, which then multiply in
+//     turn by themselves. Modelled, 128 keys and 64 queries at head_dim 128 keep the tensor cores
+//     busy for 3584 clocks, where b06 keeps shared memory busy for 2944: 0.82 times b06
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 // draft: no GPU has run it
 #include "backward.cuh"
@@ -27,21 +27,20 @@ constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from
 constexpr int BOX_ROWS = 64;                    // of what one copy loads
 
 // attention_dq: a block has rows of queries, 64 a warpgroup, and takes the keys tile by tile. Q and
-// dO stay: in registers, where they fit, so that the products read only K and V from shared memory.
+// dO are in registers where they fit: the products then read K and V alone from shared memory.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
 constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128;
-// Above head_dim 192 there is room for three tiles of 64 keys. K has two: dS K is its last use, long
-// after that of V, which the block waits for instead. Tiles of 32 keys, two of each, would have
-// every product read Q or dO for half as many keys.
+// Above head_dim 192 there is room for three tiles. K has two of them, because dS K needs it last,
+// long after dO V^T has read V. With twice as many tiles of half as many keys, two products of three
+// would take longer to read Q and dO from shared memory than to multiply.
 constexpr int K_STAGES = HEAD_DIM <= 128 ? 4 : 2;
 constexpr int V_STAGES = HEAD_DIM <= 192 ? K_STAGES : 1;
 
-// attention_dk_dv: a block has rows of keys and takes the queries tile by tile. A warpgroup's dK and
-// dV of more than 128 columns do not fit into registers. There both warpgroups have the same 64 keys:
-// warpgroup 0 computes S^T, P and dV, warpgroup 1 dP^T, dS and dK, for which it gets P. To compute
-// S^T twice instead would be an eighth product; to split the work over blocks, each of which reads Q
-// and dO, would be that, too.
+// attention_dk_dv: a block has rows of keys and takes the queries tile by tile. Above head_dim 128 a
+// warpgroup's dK and dV do not fit into its registers. Both warpgroups then have the same 64 keys: 0
+// computes S^T, P and dV, and 1 computes dP^T, dS and dK from the P that 0 passes on. If P were not
+// passed on, S^T would be an eighth product, and in blocks of two kinds each would load Q and dO.
 constexpr bool SPLIT = HEAD_DIM > 128;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = 64;
@@ -52,15 +51,16 @@ constexpr bool K_IN_REGISTERS = HEAD_DIM <= 64;  // and V
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
 
-// P^T of a tile lies in the order of the accumulators: four floats of all threads after another.
-using PTile = float[SPLIT ? DKV_QUERIES / 8 : 1][128][4];
+// P^T of a tile, not yet rounded, in the order of the accumulators: four floats of all threads after
+// another.
+using PTile = float[DKV_QUERIES / 8][128][4];
 
 // Of a tile's queries: lse in units of log2, and delta.
 struct Rows {
     float lse[DKV_QUERIES], delta[DKV_QUERIES];
 };
 
-// Full: the tile has arrived. Empty: every warp that reads it has.
+// Of each tile: full says that it has arrived, empty that every warp that reads it has.
 struct alignas(SWIZZLE_128B_TILE) DqMemory {
     Tile<DQ_QUERIES> q;  // and in the end dQ
     Tile<DQ_QUERIES> dout;
@@ -74,10 +74,10 @@ struct alignas(SWIZZLE_128B_TILE) DkDvMemory {
     Tile<DKV_KEYS> k, v;  // and in the end dK and dV
     Tile<DKV_QUERIES> q[DKV_STAGES];
     Tile<DKV_QUERIES> dout[DKV_STAGES];
-    PTile p[SPLIT ? DKV_STAGES : 1];
+    PTile p;  // from warpgroup 0 to warpgroup 1, if SPLIT
     Rows rows[DKV_STAGES];
-    Mbarrier k_full, v_full, q_full[DKV_STAGES], dout_full[DKV_STAGES], p_full[DKV_STAGES];
-    Mbarrier q_empty[DKV_STAGES], dout_empty[DKV_STAGES], p_empty[DKV_STAGES];
+    Mbarrier k_full, v_full, p_full, q_full[DKV_STAGES], dout_full[DKV_STAGES];
+    Mbarrier p_empty, q_empty[DKV_STAGES], dout_empty[DKV_STAGES];
 };
 
 constexpr int ROW_THREADS = 128 * CONSUMERS;  // of attention_delta
@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const int q_tiles = (p.seq_q + DKV_QUERIES - 1) / DKV_QUERIES;
     const int64_t head_tile = (int64_t(batch) * p.heads + head) * q_tiles;
     const float factor = ds_factor(static_cast<const float*>(p.workspace[1]) + head_tile, q_tiles);
-    // The last block may have no queries for warpgroup 1, which then computes what nobody writes.
+    // Where the last block has no queries for warpgroup 1, it computes what nobody writes.
     const int q_tile = min((q_start + group_row) / DKV_QUERIES, q_tiles - 1);
     const Rows& rows = static_cast<const Rows*>(p.workspace[0])[head_tile + q_tile];
     float lse[2], delta[2];
@@ -395,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     // its warp's 16 and column 8 n + 2 (lane % 4) + i; so are the others.
     float dq_acc[DIM / 8][4] = {};
     uint32_t q_frag[DIM / 16][4], dout_frag[DIM / 16][4];  // [16, 16] each, of the warp's queries
-    uint32_t ds_frag[DQ_KEYS / 16][4] = {};
+    uint32_t ds_frag[DQ_KEYS / 16][4] = {};  // in use until the next tile's first wait
     wait_for(smem.q_full, 0);
     if (Q_IN_REGISTERS) load_rows(q_frag, smem.q, warp_row);
     wait_for(smem.dout_full, 0);
@@ -411,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         wait_for(smem.k_full[k_stage], i / K_STAGES);
         multiply<Q_IN_REGISTERS, DQ_QUERIES, DQ_KEYS>(s_acc, q_frag, smem.q, group_row,
                                                       smem.k[k_stage]);
-        wgmma_wait_group<1>(dq_acc, ds_frag);  // of the tile before
+        wgmma_wait_group<1>(dq_acc, ds_frag);  // dQ of the tile before
         if (i > 0) release(smem.k_empty[(i - 1) % K_STAGES]);
         wait_for(smem.v_full[v_stage], i / V_STAGES);
         multiply<Q_IN_REGISTERS, DQ_QUERIES, DQ_KEYS>(dp_acc, dout_frag, smem.dout, group_row,
@@ -481,14 +481,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (threadIdx.x == 0) {
         mbarrier_init(smem.k_full, 1);
         mbarrier_init(smem.v_full, 1);
+        mbarrier_init(smem.p_full, 4);
+        mbarrier_init(smem.p_empty, 4);
 #pragma unroll
         for (int stage = 0; stage < DKV_STAGES; ++stage) {
             mbarrier_init(smem.q_full[stage], 1);
             mbarrier_init(smem.dout_full[stage], 1);
-            mbarrier_init(smem.p_full[stage], 4);
             mbarrier_init(smem.q_empty[stage], 4 * CONSUMERS);
             mbarrier_init(smem.dout_empty[stage], 4 * CONSUMERS);
-            mbarrier_init(smem.p_empty[stage], 4);
         }
         fence_mbarrier_init();
     }
@@ -528,7 +528,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const float factor =
         ds_factor(static_cast<const float*>(p.workspace[1]) + group_tile, group * q_tiles);
     const float dk_scale = p.softmax_scale / factor;
-    const int thread = threadIdx.x % 128;
 
     // A lane's s_acc[n][2 r + i], with r and i 0 or 1, is the element of S^T in row 8 r + lane / 4 of
     // its warp's 16 and column 8 n + 2 (lane % 4) + i; so are the others.
@@ -568,6 +567,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     };
 
     uint32_t k_frag[DIM / 16][4], v_frag[DIM / 16][4];  // [16, 16] each, of the warp's keys
+    // In use until the next tile's first wait.
     uint32_t p_frag[DKV_QUERIES / 16][4] = {}, ds_frag[DKV_QUERIES / 16][4] = {};
     const int first_row = k_start + warp_row;
     if (!SPLIT) {
@@ -623,19 +623,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             // ---- S^T = K Q^T  [DKV_KEYS, DKV_QUERIES]
             Scores s_acc;
             wait_for(smem.q_full[stage], i / DKV_STAGES);
-            multiply<false, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, 0, smem.q[stage]);
+            multiply<false, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row, smem.q[stage]);
             wgmma_wait_group<1>(dv_acc, p_frag);  // of the tile before
             if (i > 0) release(smem.dout_empty[(i - 1) % DKV_STAGES]);
             wgmma_wait_group<0>(s_acc);
             compute_p(s_acc, stage, tile * DKV_QUERIES);
-            wait_for(smem.p_empty[stage], i / DKV_STAGES - 1);
+            wait_for(smem.p_empty, i - 1);
 #pragma unroll
             for (int n = 0; n < DKV_QUERIES / 8; ++n) {
                 const float* x = s_acc[n];
-                store_float4(smem.p[stage][n][thread], make_float4(x[0], x[1], x[2], x[3]));
+                store_float4(smem.p[n][threadIdx.x % 128], make_float4(x[0], x[1], x[2], x[3]));
             }
             release(smem.q_empty[stage]);
-            release(smem.p_full[stage]);
+            release(smem.p_full);
 
             // ---- dV += P^T dO  [DKV_KEYS, HEAD_DIM]
             convert(p_frag, s_acc);
@@ -659,16 +659,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             // ---- dP^T = V dO^T  [DKV_KEYS, DKV_QUERIES]
             Scores p_acc, dp_acc;
             wait_for(smem.dout_full[stage], i / DKV_STAGES);
-            multiply<false, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, 0, smem.dout[stage]);
+            multiply<false, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
+                                                   smem.dout[stage]);
             wgmma_wait_group<1>(dk_acc, ds_frag);  // of the tile before
             if (i > 0) release(smem.q_empty[(i - 1) % DKV_STAGES]);
-            wait_for(smem.p_full[stage], i / DKV_STAGES);
+            wait_for(smem.p_full, i);
 #pragma unroll
             for (int n = 0; n < DKV_QUERIES / 8; ++n) {
-                const float4 x = load_float4(smem.p[stage][n][thread]);
+                const float4 x = load_float4(smem.p[n][threadIdx.x % 128]);
                 p_acc[n][0] = x.x, p_acc[n][1] = x.y, p_acc[n][2] = x.z, p_acc[n][3] = x.w;
             }
-            release(smem.p_empty[stage]);
+            release(smem.p_empty);
             wgmma_wait_group<0>(dp_acc);
             release(smem.dout_empty[stage]);
             wait_for(smem.q_full[stage], i / DKV_STAGES);
