@@ -24,28 +24,29 @@ constexpr int GROUP_BARRIER = 1;  // of warpgroup 0; the other's follows. 0 is t
 constexpr int PANEL = 64;         // columns of a panel: 128 bytes, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
-constexpr int BOX_ROWS = 64;                    // of what one copy loads
+constexpr int BOX_ROWS = 64;                    // that one copy loads
 
 // attention_dq: a block has rows of queries, 64 a warpgroup, and takes the keys tile by tile. Q and
 // dO are in registers where they fit: the products then read K and V alone from shared memory.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
 constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128;
-// Above head_dim 192 there is room for three tiles. K has two of them, because dS K needs it last,
-// long after dO V^T has read V. With twice as many tiles of half as many keys, two products of three
-// would take longer to read Q and dO from shared memory than to multiply.
+// Tiles in shared memory. Above head_dim 192 there is room for three: two of K, which dS K reads long
+// after dO V^T has read V. With twice as many tiles of half as many keys, S and dP would take longer
+// to read Q and dO from shared memory than to multiply.
 constexpr int K_STAGES = HEAD_DIM <= 128 ? 4 : 2;
 constexpr int V_STAGES = HEAD_DIM <= 192 ? K_STAGES : 1;
 
 // attention_dk_dv: a block has rows of keys and takes the queries tile by tile. Above head_dim 128 a
 // warpgroup's dK and dV do not fit into its registers. Both warpgroups then have the same 64 keys: 0
-// computes S^T, P and dV, and 1 computes dP^T, dS and dK from the P that 0 passes on. If P were not
-// passed on, S^T would be an eighth product, and in blocks of two kinds each would load Q and dO.
+// computes S^T, P and dV, and 1 computes dP^T, dS and dK from the P that 0 passes on. Without
+// that, S^T would be an eighth product, in one block as in blocks of two kinds, and those would load
+// Q and dO twice.
 constexpr bool SPLIT = HEAD_DIM > 128;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = 64;
 constexpr int DKV_STAGES = SPLIT ? 2 : 4;        // tiles of Q, and of dO, in shared memory
-constexpr bool K_IN_REGISTERS = HEAD_DIM <= 64;  // and V
+constexpr bool K_IN_REGISTERS = HEAD_DIM <= 80;  // and V
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int ROWS>
@@ -243,7 +244,7 @@ __device__ void wait_for(Mbarrier& barrier, int phase) {
     }
 }
 
-// All lanes of the warp are done with what the barrier guards.
+// Says that all lanes of the warp are done with what the barrier guards.
 __device__ void release(Mbarrier& barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
@@ -533,7 +534,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     // its warp's 16 and column 8 n + 2 (lane % 4) + i; so are the others.
     using Scores = float[DKV_QUERIES / 8][4];
 
-    // ---- P = 2^(S - lse). A key past the last one is a row that nobody writes.
+    // ---- P = 2^(S - lse). Keys past the last one need no mask: they are rows that nobody writes.
     const auto compute_p = [&](Scores& s_acc, int stage, int q_start) {
         const bool has_hidden = CAUSAL && k_start + warp_row + 15 > q_start + offset;
 #pragma unroll
