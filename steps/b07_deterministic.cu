@@ -1,0 +1,690 @@
+// b07 -- every bit repeats: seven products in two kernels, and no reductions
+// change: dQ has a kernel of its own, whose warpgroups keep 64 queries each and walk the keys; dK and
+//     dV stay with warpgroups that keep keys and walk the queries; each kernel computes S and dP, and
+//     each element of a gradient is one thread's sum, in one order. Above head_dim 128 one warpgroup
+//     has dV and another dK
+// why: in b06 blocks add to dQ in any order. One order costs two products more, 7 instead of 5, and
+//     a second exponential. It saves the reductions, dQ's workspace and the passes that clear and
+//     round it, dS in shared memory, and the barriers between warpgroups, which then multiply in
+//     turn by themselves. Modelled, 128 keys and 64 queries at head_dim 128 keep the tensor cores
+//     busy for 3584 clocks, where b06 keeps shared memory busy for 2944: 0.82 times b06
+// limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+// draft: no GPU has run it
+#include "backward.cuh"
+#include "bulk.cuh"
+#include "mma.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
+
+constexpr int CONSUMERS = 2;  // warpgroups that compute; one more loads
+constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // its first lane starts all loads
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+constexpr int GROUP_BARRIER = 1;  // of warpgroup 0; the other's follows. 0 is that of __syncthreads
+constexpr int PANEL = 64;         // columns of a panel: 128 bytes, the swizzle's width
+constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
+constexpr int BOX_ROWS = 64;                    // that one copy loads
+
+// attention_dq: a block has rows of queries, 64 a warpgroup, and takes the keys tile by tile. Q and
+// dO are in registers where they fit: the products then read K and V alone from shared memory.
+constexpr int DQ_QUERIES = 64 * CONSUMERS;
+constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;
+constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128;
+// Tiles in shared memory. Above head_dim 192 there is room for three: two of K, which dS K reads long
+// after dO V^T has read V. With twice as many tiles of half as many keys, S and dP would take longer
+// to read Q and dO from shared memory than to multiply.
+constexpr int K_STAGES = HEAD_DIM <= 128 ? 4 : 2;
+constexpr int V_STAGES = HEAD_DIM <= 192 ? K_STAGES : 1;
+
+// attention_dk_dv: a block has rows of keys and takes the queries tile by tile. Above head_dim 128 a
+// warpgroup's dK and dV do not fit into its registers. Both warpgroups then have the same 64 keys: 0
+// computes S^T, P and dV, and 1 computes dP^T, dS and dK from the P that 0 passes on. Without
+// that, S^T would be an eighth product, in one block as in blocks of two kinds, and those would load
+// Q and dO twice.
+constexpr bool SPLIT = HEAD_DIM > 128;
+constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
+constexpr int DKV_QUERIES = 64;
+constexpr int DKV_STAGES = SPLIT ? 2 : 4;        // tiles of Q, and of dO, in shared memory
+constexpr bool K_IN_REGISTERS = HEAD_DIM <= 80;  // and V
+
+// A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
+template <int ROWS>
+using Tile = Element[PANELS][ROWS][PANEL];
+
+// P^T of a tile, not yet rounded, in the order of the accumulators: four floats of all threads after
+// another.
+using PTile = float[DKV_QUERIES / 8][128][4];
+
+// Of a tile's queries: lse in units of log2, and delta.
+struct Rows {
+    float lse[DKV_QUERIES], delta[DKV_QUERIES];
+};
+
+// Of each tile: full says that it has arrived, empty that every warp that reads it has.
+struct alignas(SWIZZLE_128B_TILE) DqMemory {
+    Tile<DQ_QUERIES> q;  // and in the end dQ
+    Tile<DQ_QUERIES> dout;
+    Tile<DQ_KEYS> k[K_STAGES];
+    Tile<DQ_KEYS> v[V_STAGES];
+    Mbarrier q_full, dout_full, k_full[K_STAGES], v_full[V_STAGES];
+    Mbarrier k_empty[K_STAGES], v_empty[V_STAGES];
+};
+
+struct alignas(SWIZZLE_128B_TILE) DkDvMemory {
+    Tile<DKV_KEYS> k, v;  // and in the end dK and dV
+    Tile<DKV_QUERIES> q[DKV_STAGES];
+    Tile<DKV_QUERIES> dout[DKV_STAGES];
+    PTile p;  // from warpgroup 0 to warpgroup 1, if SPLIT
+    Rows rows[DKV_STAGES];
+    Mbarrier k_full, v_full, p_full, q_full[DKV_STAGES], dout_full[DKV_STAGES];
+    Mbarrier p_empty, q_empty[DKV_STAGES], dout_empty[DKV_STAGES];
+};
+
+constexpr int ROW_THREADS = 128 * CONSUMERS;  // of attention_delta
+constexpr int LANES = 16;                     // threads that share a row of it
+using WarpFloats = float[ROW_THREADS / 32];
+
+template <typename T>
+constexpr bool IS_FP16 = false;
+template <>
+constexpr bool IS_FP16<fp16> = true;
+
+extern "C" {
+__constant__ BackwardDescriptor launch_descriptor = {
+    .alignment = 16,
+    .kernels = {{.name = "attention_delta",
+                 .grid = {{SEQ_Q, DKV_QUERIES}, {HEADS, 1}, {BATCH, 1}},
+                 .threads = ROW_THREADS,
+                 .smem_bytes = sizeof(WarpFloats)},
+                {.name = "attention_dq",
+                 .grid = {{SEQ_Q, DQ_QUERIES}, {HEADS, 1}, {BATCH, 1}},
+                 .threads = NUM_THREADS,
+                 .smem_bytes = sizeof(DqMemory)},
+                {.name = "attention_dk_dv",
+                 .grid = {{SEQ_K, DKV_KEYS}, {KV_HEADS, 1}, {BATCH, 1}},
+                 .threads = NUM_THREADS,
+                 .smem_bytes = sizeof(DkDvMemory)}},
+    .workspace = {{.element_bytes = sizeof(Rows) / DKV_QUERIES,
+                   .shape = {{BATCH, 1}, {HEADS, 1}, {SEQ_Q, DKV_QUERIES}}},
+                  {.element_bytes = IS_FP16<Element> ? sizeof(float) : 0,  // of a tile: max |dO|
+                   .shape = {{BATCH, 1}, {HEADS, 1}, {SEQ_Q, 1}}}},
+    .q_box = {BOX_ROWS, PANEL, SWIZZLE_128B},
+    .k_box = {BOX_ROWS, PANEL, SWIZZLE_128B},
+    .v_box = {BOX_ROWS, PANEL, SWIZZLE_128B},
+    .dout_box = {BOX_ROWS, PANEL, SWIZZLE_128B},
+    .dq_box = {16, PANEL, SWIZZLE_128B},
+    .dk_box = {16, PANEL, SWIZZLE_128B},
+    .dv_box = {16, PANEL, SWIZZLE_128B},
+};
+}
+
+// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros past its ends. Called by one
+// thread.
+template <int ROWS>
+__device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int head, int batch,
+                          Mbarrier& full) {
+#pragma unroll
+    for (int panel = 0; panel < PANELS; ++panel)
+#pragma unroll
+        for (int r = 0; r < ROWS; r += BOX_ROWS)
+            cp_async_bulk_tensor_load(tile[panel][r], map, PANEL * panel, row + r, head, batch,
+                                      full);
+}
+
+// Describes the columns d ... d + 15 of a tile, its rows from `row` on.
+template <int ROWS>
+__device__ uint64_t k_major(const Tile<ROWS>& tile, int row, int d) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, SWIZZLE_128B_TILE);
+}
+
+// Describes the rows row ... row + 15 of panels, their columns from d on.
+template <int N, int ROWS>
+__device__ uint64_t mn_major(const Element (&panels)[N][ROWS][PANEL], int row, int d) {
+    return matrix_descriptor<SWIZZLE_128B>(&panels[d / PANEL][row][d % PANEL], sizeof(panels[0]),
+                                           SWIZZLE_128B_TILE);
+}
+
+// Where TMA puts a row's 8 elements from column d on: the 8 chunks of a row are permuted.
+template <int N, int ROWS>
+__device__ Element* swizzled(Element (&panels)[N][ROWS][PANEL], int row, int d) {
+    return &panels[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
+}
+
+// frag = acc, rounded, in the layout of wgmma's operand A
+template <int STEPS>
+__device__ void convert(uint32_t (&frag)[STEPS][4], const float (&acc)[2 * STEPS][4]) {
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* x = &acc[2 * j + i / 2][2 * (i % 2)];
+            frag[j][i] = cvt_rn_x2<Element>(x[0], x[1]);
+        }
+}
+
+// panels[row + r][column + c] = frag[r][c], of a warp's 16 rows
+template <int N, int ROWS, int STEPS>
+__device__ void store_rows(Element (&panels)[N][ROWS][PANEL], int row, int column,
+                           const uint32_t (&frag)[STEPS][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j)
+        stmatrix_x4(swizzled(panels, row + lane % 16, column + 16 * j + lane / 16 * 8), frag[j]);
+}
+
+// tensor[first_row + r] = factor acc[r], rounded, of a warp's 16 rows, which take the place of rows
+// of the tile. TMA leaves out what lies past the tensor's ends.
+template <int ROWS>
+__device__ void write(const TensorMap& map, int first_row, int head, int batch, Tile<ROWS>& tile,
+                      int row, float (&acc)[DIM / 8][4], float factor) {
+    uint32_t frag[DIM / 16][4];
+#pragma unroll
+    for (int n = 0; n < DIM / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[n][i] *= factor;
+    convert(frag, acc);
+    store_rows(tile, row, 0, frag);
+    fence_proxy_async();  // by each writer, before the barrier
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+        for (int panel = 0; panel < PANELS; ++panel)
+            cp_async_bulk_tensor_store(map, PANEL * panel, first_row, head, batch,
+                                       tile[panel][row]);
+        cp_async_bulk_commit_group();
+    }
+}
+
+// frag = panels[row + r], of a warp's 16 rows, as wgmma's operand A
+template <int ROWS, int STEPS>
+__device__ void load_rows(uint32_t (&frag)[STEPS][4], Tile<ROWS>& tile, int row) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j)
+        ldmatrix_x4(frag[j], swizzled(tile, row + lane % 16, 16 * j + lane / 16 * 8));
+}
+
+// Starts acc = A B^T of 64 rows of A and the N rows of B. A is in registers or in the tile from `row`
+// on.
+template <bool IN_REGISTERS, int A_ROWS, int N>
+__device__ void multiply(float (&acc)[N / 8][4], uint32_t (&a_frag)[DIM / 16][4],
+                         const Tile<A_ROWS>& a, int row, const Tile<N>& b) {
+    if (IN_REGISTERS)
+        wgmma_fence(acc, a_frag);
+    else
+        wgmma_fence(acc);
+#pragma unroll
+    for (int d = 0; d < HEAD_DIM; d += 16) {
+        const uint64_t b_desc = k_major<N>(b, 0, d);
+        if (IN_REGISTERS)
+            wgmma_m64nNk16<Element, K_MAJOR>(acc, a_frag[d / 16], b_desc, d > 0);
+        else
+            wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(acc, k_major<A_ROWS>(a, row, d), b_desc,
+                                                      d > 0);
+    }
+    wgmma_commit_group();
+}
+
+// Starts acc += X B of X [64, K] in registers and the K rows of B.
+template <int K>
+__device__ void add_product(float (&acc)[DIM / 8][4], uint32_t (&x_frag)[K / 16][4],
+                            const Tile<K>& b) {
+    wgmma_fence(acc, x_frag);
+#pragma unroll
+    for (int j = 0; j < K; j += 16)
+        wgmma_m64nNk16<Element, MN_MAJOR>(acc, x_frag[j / 16], mn_major(b, j, 0), true);
+    wgmma_commit_group();
+}
+
+// A stage's barriers complete one phase per tile. Phase -1 counts as completed from the beginning: a
+// new stage is empty.
+__device__ void wait_for(Mbarrier& barrier, int phase) {
+    while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
+    }
+}
+
+// Says that all lanes of the warp are done with what the barrier guards.
+__device__ void release(Mbarrier& barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// The maximum of x over the warp, known to all its lanes.
+__device__ float warp_max(float x) {
+    for (int offset = 16; offset > 0; offset /= 2)
+        x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, offset));
+    return x;
+}
+
+// What dS is multiplied by before it is rounded to an operand, a power of two. In fp16 dS may be
+// beyond the largest number, or below the smallest, where the gradients are not: 1 / factor is 16
+// to 32 times the largest |dO| of these tiles.
+__device__ float ds_factor(const float* tiles, int num_tiles) {
+    if (!IS_FP16<Element>) return 1.0f;
+    float largest = 0.0f;
+    for (int n = threadIdx.x % 32; n < num_tiles; n += 32) largest = fmaxf(largest, tiles[n]);
+    int exponent;
+    frexpf(warp_max(largest), &exponent);
+    return ldexpf(1.0f, -exponent - 4);
+}
+
+// Of each query: lse in units of log2, +inf where no key is visible and past the last query, so that
+// P = 2^(S - lse) is 0 there; delta = rowsum(dO * O)  [batch, heads, seq_q in whole tiles]
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+    attention_delta(const __grid_constant__ BackwardParams p) {
+    const int q_tiles = (p.seq_q + DKV_QUERIES - 1) / DKV_QUERIES;
+    const int head = blockIdx.x / q_tiles % p.heads;
+    const int batch = blockIdx.x / q_tiles / p.heads;
+    const Element* o = p.o + batch * p.o_stride.batch + head * p.o_stride.head;
+    const Element* dout = p.dout + batch * p.dout_stride.batch + head * p.dout_stride.head;
+    Rows& rows = static_cast<Rows*>(p.workspace[0])[blockIdx.x];
+
+    float largest = 0.0f;
+    for (int r = threadIdx.x / LANES; r < DKV_QUERIES; r += ROW_THREADS / LANES) {
+        const int i = blockIdx.x % q_tiles * DKV_QUERIES + r;
+        const int row = min(i, p.seq_q - 1);  // all lanes take part in the shuffles
+        float delta = 0.0f;
+        for (int d = threadIdx.x % LANES * VEC; d < HEAD_DIM; d += LANES * VEC) {
+            float x[VEC], y[VEC];
+            load_vector(x, dout + row * p.dout_stride.row + d);
+            load_vector(y, o + row * p.o_stride.row + d);
+#pragma unroll
+            for (int n = 0; n < VEC; ++n) {
+                delta += x[n] * y[n];
+                largest = fmaxf(largest, fabsf(x[n]));
+            }
+        }
+        for (int offset = LANES / 2; offset > 0; offset /= 2)
+            delta += __shfl_xor_sync(0xffffffff, delta, offset);
+        if (threadIdx.x % LANES == 0) {
+            float lse = INFINITY;
+            if (i < p.seq_q) {
+                lse = p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + i];
+                lse = lse == -INFINITY ? INFINITY : lse * LOG2_E;
+            }
+            rows.lse[r] = lse;
+            rows.delta[r] = i < p.seq_q ? delta : 0.0f;
+        }
+    }
+    if (IS_FP16<Element>) {
+        auto& of_warps = shared_memory<WarpFloats>();
+        largest = warp_max(largest);
+        if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
+        __syncthreads();  // every warp's part is there
+        for (float of_warp : of_warps) largest = fmaxf(largest, of_warp);
+        if (threadIdx.x == 0) static_cast<float*>(p.workspace[1])[blockIdx.x] = largest;
+    }
+}
+
+// dQ = scale dS K  [batch, heads, seq_q, HEAD_DIM]
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
+    attention_dq(const __grid_constant__ BackwardParams p) {
+    DqMemory& smem = shared_memory<DqMemory>();
+    const int q_blocks = (p.seq_q + DQ_QUERIES - 1) / DQ_QUERIES;
+    // The last queries first: with a mask they see the most keys.
+    const int q_start = (q_blocks - 1 - blockIdx.x % q_blocks) * DQ_QUERIES;
+    const int head = blockIdx.x / q_blocks % p.heads;
+    const int batch = blockIdx.x / q_blocks / p.heads;
+    const int kv_head = head / (p.heads / p.kv_heads);
+    // Uniform across the warp; the shuffle tells the compiler so.
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    const int lane = threadIdx.x % 32;
+    // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
+    const int offset = p.seq_k - p.seq_q;
+    const int block_keys = CAUSAL ? min(p.seq_k, q_start + DQ_QUERIES + offset) : p.seq_k;
+    const int num_tiles = max(0, (block_keys + DQ_KEYS - 1) / DQ_KEYS);
+
+    if (threadIdx.x == 0) {
+        mbarrier_init(smem.q_full, 1);
+        mbarrier_init(smem.dout_full, 1);
+#pragma unroll
+        for (int stage = 0; stage < K_STAGES; ++stage) {
+            mbarrier_init(smem.k_full[stage], 1);
+            mbarrier_init(smem.k_empty[stage], 4 * CONSUMERS);
+        }
+#pragma unroll
+        for (int stage = 0; stage < V_STAGES; ++stage) {
+            mbarrier_init(smem.v_full[stage], 1);
+            mbarrier_init(smem.v_empty[stage], 4 * CONSUMERS);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();  // the mbarriers are initialized
+
+    if (warp >= PRODUCER_WARP) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp > PRODUCER_WARP || lane > 0) return;
+        // ---- load Q and dO, and the tiles
+        mbarrier_arrive_expect_tx(smem.q_full, sizeof(smem.q));
+        load_tile(smem.q, p.q_map, q_start, head, batch, smem.q_full);
+        mbarrier_arrive_expect_tx(smem.dout_full, sizeof(smem.dout));
+        load_tile(smem.dout, p.dout_map, q_start, head, batch, smem.dout_full);
+        for (int i = 0; i < num_tiles; ++i) {
+            const int k_stage = i % K_STAGES, v_stage = i % V_STAGES;
+            Mbarrier &k_full = smem.k_full[k_stage], &v_full = smem.v_full[v_stage];
+            wait_for(smem.k_empty[k_stage], i / K_STAGES - 1);
+            mbarrier_arrive_expect_tx(k_full, sizeof(smem.k[0]));
+            load_tile(smem.k[k_stage], p.k_map, i * DQ_KEYS, kv_head, batch, k_full);
+            wait_for(smem.v_empty[v_stage], i / V_STAGES - 1);
+            mbarrier_arrive_expect_tx(v_full, sizeof(smem.v[0]));
+            load_tile(smem.v[v_stage], p.v_map, i * DQ_KEYS, kv_head, batch, v_full);
+        }
+        return;
+    }
+
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    const int warpgroup = warp / 4;
+    const int group_row = 64 * warpgroup;  // the warpgroup's first query in the block
+    const int warp_row = 16 * warp;        // and the warp's
+    const int warp_keys = CAUSAL ? min(p.seq_k, q_start + warp_row + offset + 1) : p.seq_k;
+    const float scale_log2 = p.softmax_scale * LOG2_E;
+    const int q_tiles = (p.seq_q + DKV_QUERIES - 1) / DKV_QUERIES;
+    const int64_t head_tile = (int64_t(batch) * p.heads + head) * q_tiles;
+    const float factor = ds_factor(static_cast<const float*>(p.workspace[1]) + head_tile, q_tiles);
+    // Where the last block has no queries for warpgroup 1, it computes what nobody writes.
+    const int q_tile = min((q_start + group_row) / DKV_QUERIES, q_tiles - 1);
+    const Rows& rows = static_cast<const Rows*>(p.workspace[0])[head_tile + q_tile];
+    float lse[2], delta[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        lse[r] = rows.lse[warp_row % DKV_QUERIES + 8 * r + lane / 4];
+        delta[r] = rows.delta[warp_row % DKV_QUERIES + 8 * r + lane / 4];
+    }
+
+    // A lane's s_acc[n][2 r + i], with r and i 0 or 1, is the element of S in row 8 r + lane / 4 of
+    // its warp's 16 and column 8 n + 2 (lane % 4) + i; so are the others.
+    float dq_acc[DIM / 8][4] = {};
+    uint32_t q_frag[DIM / 16][4], dout_frag[DIM / 16][4];  // [16, 16] each, of the warp's queries
+    uint32_t ds_frag[DQ_KEYS / 16][4] = {};  // in use until the next tile's first wait
+    wait_for(smem.q_full, 0);
+    if (Q_IN_REGISTERS) load_rows(q_frag, smem.q, warp_row);
+    wait_for(smem.dout_full, 0);
+    if (Q_IN_REGISTERS) load_rows(dout_frag, smem.dout, warp_row);
+
+    // ---- for each K/V tile
+    for (int i = 0; i < num_tiles; ++i) {
+        const int k_stage = i % K_STAGES, v_stage = i % V_STAGES;
+        const int k_start = i * DQ_KEYS;
+
+        // ---- S = Q K^T, dP = dO V^T  [DQ_QUERIES, DQ_KEYS], [64, DQ_KEYS] in each warpgroup
+        float s_acc[DQ_KEYS / 8][4], dp_acc[DQ_KEYS / 8][4];
+        wait_for(smem.k_full[k_stage], i / K_STAGES);
+        multiply<Q_IN_REGISTERS, DQ_QUERIES, DQ_KEYS>(s_acc, q_frag, smem.q, group_row,
+                                                      smem.k[k_stage]);
+        wgmma_wait_group<1>(dq_acc, ds_frag);  // dQ of the tile before
+        if (i > 0) release(smem.k_empty[(i - 1) % K_STAGES]);
+        wait_for(smem.v_full[v_stage], i / V_STAGES);
+        multiply<Q_IN_REGISTERS, DQ_QUERIES, DQ_KEYS>(dp_acc, dout_frag, smem.dout, group_row,
+                                                      smem.v[v_stage]);
+
+        // ---- P = 2^(S - lse), dS = P * (dP - delta)
+        wgmma_wait_group<1>(s_acc);
+#pragma unroll
+        for (int n = 0; n < DQ_KEYS / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& s = s_acc[n][i];
+                s = ex2_approx_ftz(s * scale_log2 - lse[i / 2]);
+            }
+        if (k_start + DQ_KEYS > warp_keys) {  // some are hidden
+#pragma unroll
+            for (int n = 0; n < DQ_KEYS / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int row = q_start + warp_row + 8 * (i / 2) + lane / 4;
+                    const int row_keys = CAUSAL ? min(p.seq_k, row + offset + 1) : p.seq_k;
+                    const int key = k_start + 8 * n + 2 * (lane % 4) + i % 2;
+                    if (key >= row_keys) s_acc[n][i] = 0.0f;
+                }
+        }
+        wgmma_wait_group<0>(dp_acc);
+        release(smem.v_empty[v_stage]);
+#pragma unroll
+        for (int n = 0; n < DQ_KEYS / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s_acc[n][i] *= (dp_acc[n][i] - delta[i / 2]) * factor;
+        convert(ds_frag, s_acc);
+
+        // ---- dQ += dS K  [DQ_QUERIES, HEAD_DIM], [64, DIM] in each warpgroup
+        add_product(dq_acc, ds_frag, smem.k[k_stage]);
+    }
+    wgmma_wait_group<0>(dq_acc, ds_frag);
+
+    // ---- write dQ, in the place of Q
+    bar_sync(GROUP_BARRIER + warpgroup, 128);  // all of the warpgroup's products have read Q
+    write(p.dq_map, q_start + warp_row, head, batch, smem.q, warp_row, dq_acc,
+          p.softmax_scale / factor);
+    if (lane == 0) cp_async_bulk_wait_group_read<0>();
+}
+
+// dK = scale dS^T Q, dV = P^T dO, summed over the query heads of a group
+// [batch, kv_heads, seq_k, HEAD_DIM]
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
+    attention_dk_dv(const __grid_constant__ BackwardParams p) {
+    DkDvMemory& smem = shared_memory<DkDvMemory>();
+    const int k_blocks = (p.seq_k + DKV_KEYS - 1) / DKV_KEYS;
+    // The first keys first: with a mask the most queries see them.
+    const int k_start = blockIdx.x % k_blocks * DKV_KEYS;
+    const int kv_head = blockIdx.x / k_blocks % p.kv_heads;
+    const int batch = blockIdx.x / k_blocks / p.kv_heads;
+    const int group = p.heads / p.kv_heads;
+    const int first_head = kv_head * group;
+    // Uniform across the warp; the shuffle tells the compiler so.
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    const int lane = threadIdx.x % 32;
+    // Causal: key j is seen by the queries i >= j - offset.
+    const int offset = p.seq_k - p.seq_q;
+    const int q_tiles = (p.seq_q + DKV_QUERIES - 1) / DKV_QUERIES;
+    const int first_tile = CAUSAL ? max(0, k_start - offset) / DKV_QUERIES : 0;
+    const int64_t group_tile = (int64_t(batch) * p.heads + first_head) * q_tiles;
+
+    if (threadIdx.x == 0) {
+        mbarrier_init(smem.k_full, 1);
+        mbarrier_init(smem.v_full, 1);
+        mbarrier_init(smem.p_full, 4);
+        mbarrier_init(smem.p_empty, 4);
+#pragma unroll
+        for (int stage = 0; stage < DKV_STAGES; ++stage) {
+            mbarrier_init(smem.q_full[stage], 1);
+            mbarrier_init(smem.dout_full[stage], 1);
+            mbarrier_init(smem.q_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.dout_empty[stage], 4 * CONSUMERS);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();  // the mbarriers are initialized
+
+    if (warp >= PRODUCER_WARP) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp > PRODUCER_WARP || lane > 0) return;
+        // ---- load K and V, and the tiles
+        mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
+        load_tile(smem.k, p.k_map, k_start, kv_head, batch, smem.k_full);
+        mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
+        load_tile(smem.v, p.v_map, k_start, kv_head, batch, smem.v_full);
+        const Rows* head_rows = static_cast<const Rows*>(p.workspace[0]) + group_tile;
+        int i = 0;
+        for (int head = first_head; head < first_head + group; ++head, head_rows += q_tiles)
+            for (int tile = first_tile; tile < q_tiles; ++tile, ++i) {
+                const int stage = i % DKV_STAGES, q_start = tile * DKV_QUERIES;
+                Mbarrier &q_full = smem.q_full[stage], &dout_full = smem.dout_full[stage];
+                wait_for(smem.q_empty[stage], i / DKV_STAGES - 1);
+                mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(Rows));
+                load_tile(smem.q[stage], p.q_map, q_start, head, batch, q_full);
+                cp_async_bulk_load(&smem.rows[stage], head_rows + tile, sizeof(Rows), q_full);
+                wait_for(smem.dout_empty[stage], i / DKV_STAGES - 1);
+                mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]));
+                load_tile(smem.dout[stage], p.dout_map, q_start, head, batch, dout_full);
+            }
+        return;
+    }
+
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    const int warpgroup = warp / 4;
+    const int group_row = SPLIT ? 0 : 64 * warpgroup;  // the warpgroup's first key in the block
+    const int warp_row = group_row + warp % 4 * 16;    // and the warp's
+    const int num_tiles = group * (q_tiles - first_tile);
+    const float scale_log2 = p.softmax_scale * LOG2_E;
+    const float factor =
+        ds_factor(static_cast<const float*>(p.workspace[1]) + group_tile, group * q_tiles);
+    const float dk_scale = p.softmax_scale / factor;
+
+    // A lane's s_acc[n][2 r + i], with r and i 0 or 1, is the element of S^T in row 8 r + lane / 4 of
+    // its warp's 16 and column 8 n + 2 (lane % 4) + i; so are the others.
+    using Scores = float[DKV_QUERIES / 8][4];
+
+    // ---- P = 2^(S - lse). Keys past the last one need no mask: they are rows that nobody writes.
+    const auto compute_p = [&](Scores& s_acc, int stage, int q_start) {
+        const bool has_hidden = CAUSAL && k_start + warp_row + 15 > q_start + offset;
+#pragma unroll
+        for (int n = 0; n < DKV_QUERIES / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int col = 8 * n + 2 * (lane % 4) + i % 2;
+                float& s = s_acc[n][i];
+                s = ex2_approx_ftz(s * scale_log2 - smem.rows[stage].lse[col]);
+            }
+        if (has_hidden) {
+#pragma unroll
+            for (int n = 0; n < DKV_QUERIES / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int key = k_start + warp_row + 8 * (i / 2) + lane / 4;
+                    const int row = q_start + 8 * n + 2 * (lane % 4) + i % 2;
+                    if (key > row + offset) s_acc[n][i] = 0.0f;
+                }
+        }
+    };
+    // ---- dS = P * (dP - delta)
+    const auto compute_ds = [&](Scores& dp_acc, const Scores& p_acc, int stage) {
+#pragma unroll
+        for (int n = 0; n < DKV_QUERIES / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float delta = smem.rows[stage].delta[8 * n + 2 * (lane % 4) + i % 2];
+                dp_acc[n][i] = p_acc[n][i] * (dp_acc[n][i] - delta) * factor;
+            }
+    };
+
+    uint32_t k_frag[DIM / 16][4], v_frag[DIM / 16][4];  // [16, 16] each, of the warp's keys
+    // In use until the next tile's first wait.
+    uint32_t p_frag[DKV_QUERIES / 16][4] = {}, ds_frag[DKV_QUERIES / 16][4] = {};
+    const int first_row = k_start + warp_row;
+    if (!SPLIT) {
+        float dk_acc[DIM / 8][4] = {}, dv_acc[DIM / 8][4] = {};
+        wait_for(smem.k_full, 0);
+        if (K_IN_REGISTERS) load_rows(k_frag, smem.k, warp_row);
+        wait_for(smem.v_full, 0);
+        if (K_IN_REGISTERS) load_rows(v_frag, smem.v, warp_row);
+
+        // ---- for each Q/dO tile of each head of the group
+        for (int i = 0, tile = first_tile; i < num_tiles; ++i) {
+            const int stage = i % DKV_STAGES;
+
+            // ---- S^T = K Q^T, dP^T = V dO^T  [DKV_KEYS, DKV_QUERIES], 64 rows in each warpgroup
+            Scores s_acc, dp_acc;
+            wait_for(smem.q_full[stage], i / DKV_STAGES);
+            multiply<K_IN_REGISTERS, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row,
+                                                            smem.q[stage]);
+            wgmma_wait_group<1>(dv_acc, dk_acc, p_frag, ds_frag);  // of the tile before
+            if (i > 0) {
+                release(smem.q_empty[(i - 1) % DKV_STAGES]);
+                release(smem.dout_empty[(i - 1) % DKV_STAGES]);
+            }
+            wait_for(smem.dout_full[stage], i / DKV_STAGES);
+            multiply<K_IN_REGISTERS, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
+                                                            smem.dout[stage]);
+
+            // ---- dV += P^T dO, dK += dS^T Q  [DKV_KEYS, HEAD_DIM], [64, DIM] in each warpgroup
+            wgmma_wait_group<1>(s_acc);
+            compute_p(s_acc, stage, tile * DKV_QUERIES);
+            convert(p_frag, s_acc);
+            add_product(dv_acc, p_frag, smem.dout[stage]);
+            wgmma_wait_group<1>(dp_acc);
+            compute_ds(dp_acc, s_acc, stage);
+            convert(ds_frag, dp_acc);
+            add_product(dk_acc, ds_frag, smem.q[stage]);
+            if (++tile == q_tiles) tile = first_tile;
+        }
+        wgmma_wait_group<0>(dv_acc, dk_acc, p_frag, ds_frag);
+
+        // ---- write dK and dV, in the places of K and V
+        bar_sync(GROUP_BARRIER + warpgroup, 128);  // all of the warpgroup's products have read them
+        write(p.dk_map, first_row, kv_head, batch, smem.k, warp_row, dk_acc, dk_scale);
+        write(p.dv_map, first_row, kv_head, batch, smem.v, warp_row, dv_acc, 1.0f);
+    } else if (warpgroup == 0) {
+        float dv_acc[DIM / 8][4] = {};
+        wait_for(smem.k_full, 0);
+
+        // ---- for each Q/dO tile of each head of the group
+        for (int i = 0, tile = first_tile; i < num_tiles; ++i) {
+            const int stage = i % DKV_STAGES;
+
+            // ---- S^T = K Q^T  [DKV_KEYS, DKV_QUERIES]
+            Scores s_acc;
+            wait_for(smem.q_full[stage], i / DKV_STAGES);
+            multiply<false, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row, smem.q[stage]);
+            wgmma_wait_group<1>(dv_acc, p_frag);  // of the tile before
+            if (i > 0) release(smem.dout_empty[(i - 1) % DKV_STAGES]);
+            wgmma_wait_group<0>(s_acc);
+            compute_p(s_acc, stage, tile * DKV_QUERIES);
+            wait_for(smem.p_empty, i - 1);
+#pragma unroll
+            for (int n = 0; n < DKV_QUERIES / 8; ++n) {
+                const float* x = s_acc[n];
+                store_float4(smem.p[n][threadIdx.x % 128], make_float4(x[0], x[1], x[2], x[3]));
+            }
+            release(smem.q_empty[stage]);
+            release(smem.p_full);
+
+            // ---- dV += P^T dO  [DKV_KEYS, HEAD_DIM]
+            convert(p_frag, s_acc);
+            wait_for(smem.dout_full[stage], i / DKV_STAGES);
+            add_product(dv_acc, p_frag, smem.dout[stage]);
+            if (++tile == q_tiles) tile = first_tile;
+        }
+        wgmma_wait_group<0>(dv_acc, p_frag);
+
+        // ---- write dV, in the place of K
+        bar_sync(GROUP_BARRIER, 128);  // all of the warpgroup's products have read K
+        write(p.dv_map, first_row, kv_head, batch, smem.k, warp_row, dv_acc, 1.0f);
+    } else {
+        float dk_acc[DIM / 8][4] = {};
+        wait_for(smem.v_full, 0);
+
+        // ---- for each Q/dO tile of each head of the group
+        for (int i = 0; i < num_tiles; ++i) {
+            const int stage = i % DKV_STAGES;
+
+            // ---- dP^T = V dO^T  [DKV_KEYS, DKV_QUERIES]
+            Scores p_acc, dp_acc;
+            wait_for(smem.dout_full[stage], i / DKV_STAGES);
+            multiply<false, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
+                                                   smem.dout[stage]);
+            wgmma_wait_group<1>(dk_acc, ds_frag);  // of the tile before
+            if (i > 0) release(smem.q_empty[(i - 1) % DKV_STAGES]);
+            wait_for(smem.p_full, i);
+#pragma unroll
+            for (int n = 0; n < DKV_QUERIES / 8; ++n) {
+                const float4 x = load_float4(smem.p[n][threadIdx.x % 128]);
+                p_acc[n][0] = x.x, p_acc[n][1] = x.y, p_acc[n][2] = x.z, p_acc[n][3] = x.w;
+            }
+            release(smem.p_empty);
+            wgmma_wait_group<0>(dp_acc);
+            release(smem.dout_empty[stage]);
+            wait_for(smem.q_full[stage], i / DKV_STAGES);
+            compute_ds(dp_acc, p_acc, stage);
+            convert(ds_frag, dp_acc);
+
+            // ---- dK += dS^T Q  [DKV_KEYS, HEAD_DIM]
+            add_product(dk_acc, ds_frag, smem.q[stage]);
+        }
+        wgmma_wait_group<0>(dk_acc, ds_frag);
+
+        // ---- write dK, in the place of V
+        bar_sync(GROUP_BARRIER + 1, 128);  // all of the warpgroup's products have read V
+        write(p.dk_map, first_row, kv_head, batch, smem.v, warp_row, dk_acc, dk_scale);
+    }
+    if (lane == 0) cp_async_bulk_wait_group_read<0>();
+}
