@@ -339,6 +339,7 @@ __device__ void wait_for(Mbarrier& barrier, int phase) {
 
 // By all lanes of a warp, which has read a stage, or will not read it.
 __device__ void release(Mbarrier& empty) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 

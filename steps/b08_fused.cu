@@ -430,11 +430,13 @@ __device__ void wait_for(Mbarrier& barrier, int phase) {
 
 // By all lanes of a warp, which has read a stage, or will not read it.
 __device__ void release(Mbarrier& empty) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 
 // The same for what both blocks of a cluster fill.
 __device__ void release_in_both(Mbarrier& empty) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) {
         mbarrier_arrive(empty);
         mbarrier_arrive_cluster_relaxed(empty, cluster_rank() ^ 1);
@@ -626,7 +628,6 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
             }
             store_rows(smem.ds[ds_stage], warp_row, 0, ds_frag);
             fence_proxy_async();  // by each writer of dS
-            __syncwarp();
             release(smem.ds_full[ds_stage]);
 
             // ---- dK += dS^T Q  [BLOCK_N, HEAD_DIM], [64, DIM] in each warpgroup
@@ -669,7 +670,6 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
         wait_for(smem.v_full, round);
         if (KV_IN_REGISTERS) {
             load_rows(v_frag, smem.v, warp_row);
-            __syncwarp();
             release(smem.v_empty);
         }
 
