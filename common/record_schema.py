@@ -13,13 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .operation import BACKWARD, FORWARD, Operation, operation_of
+from .timeline_events import TIMELINE_EVENTS
 
 NUMBER = (int, float)
-# The events of a tile in a timeline.
-PRODUCER_EVENTS = ("load K", "load V")
-CONSUMER_EVENTS = ("start S", "end S", "end softmax", "start PV", "end PV")
-OUTPUT_EVENTS = ("start O", "end O")  # after the last tile of a work tile
-TIMELINE_TILES = 6  # shown by its diagram
 SHARES = ("rescaled", "redone")  # of the work tiles
 OURS = "ours"  # attention(), beside its peers
 TRAININGS = (OURS, "sdpa")
@@ -73,16 +69,6 @@ def _is(value: object, form: type | tuple[type, ...]) -> bool:
 def _some(form: object) -> Callable[[object], bool]:
     """Not empty, and of that form."""
     return lambda value: bool(value) and find_error(value, form) is None
-
-
-def _clocks(value: object) -> bool:
-    """Clocks by warpgroup and event, increasing from tile to tile; more tiles than are shown."""
-    if find_error(value, _CLOCKS):
-        return False
-    lists = [times for events in value.values() for times in events.values()]
-    grow = all(earlier < later for times in lists for earlier, later in pairwise(times))
-    tiles = {len(times) for times in lists}
-    return grow and len(tiles) == 1 and min(tiles) > TIMELINE_TILES
 
 
 def _compiled(value: object) -> bool:
@@ -198,25 +184,48 @@ STATIC_RECORD = {
     "shape": _SHAPE,
     "banks": [{"operation": str, "code": str, "accesses": _count, "ideal": int, "wavefronts": int}],
 }
-_CONSUMER = {event: [int] for event in CONSUMER_EVENTS}
-_CLOCKS = {
-    "producer": {event: [int] for event in PRODUCER_EVENTS},
-    "consumer 0": _CONSUMER,
-    EACH: _CONSUMER,
-}
+
+
+def _clocks(operation: Operation) -> Callable[[object], bool]:
+    """Clocks by warpgroup and event, increasing from tile to tile; more tiles than are shown."""
+    events = TIMELINE_EVENTS[operation]
+    consumer = {event: [int] for event in events.consumer}
+    form = {
+        "producer": {event: [int] for event in events.producer},
+        "consumer 0": consumer,
+        EACH: consumer,
+    }
+
+    def fits(value: object) -> bool:
+        if find_error(value, form):
+            return False
+        lists = [times for by_event in value.values() for times in by_event.values()]
+        grow = all(earlier < later for times in lists for earlier, later in pairwise(times))
+        tiles = {len(times) for times in lists}
+        return grow and len(tiles) == 1 and min(tiles) > events.shown
+
+    return fits
+
+
 _OUTPUTS = [{"tile": int, "start": int, "end": int}]
-TIMELINE_RECORD = {
-    **_SOURCE,
-    "run": str,
-    "device": str,
-    "environment": _ENVIRONMENT,
-    "shape": _SHAPE,
-    "clocks": _clocks,
-    "outputs": {
-        "consumer 0": _OUTPUTS,
-        EACH: _OUTPUTS,
-    },
-}
+
+
+def _timeline_record(operation: Operation) -> dict:
+    return {
+        **_SOURCE,
+        "run": str,
+        "device": str,
+        "environment": _ENVIRONMENT,
+        "shape": _SHAPE,
+        "clocks": _clocks(operation),
+        "outputs": {
+            "consumer 0": _OUTPUTS,
+            EACH: _OUTPUTS,
+        },
+    }
+
+
+TIMELINE_RECORD = ByOperation(_timeline_record)
 _CELL = {
     "name": str,
     "run": str,

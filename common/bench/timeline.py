@@ -1,8 +1,9 @@
 """The timeline of a step's pipeline: when the warpgroups of one block do what.
 
-timelines/vNN.patch has one block of the step write the clock of its multiprocessor to workspace[0],
-as int64 samples[tile][warpgroup][event]: the consumers, then the producer; a tile's samples are
-padded to the tile in the workspace's shape. The record is profiles/<gpu>/timelines/vNN.json:
+timelines/vNN.patch, or bNN.patch, has one block of the step write the clock of its multiprocessor
+to the step's last workspace, as int64 samples[tile][warpgroup][event], events as in
+timeline_events.py: the consumers, then the producer; a tile's samples are padded to the tile in the
+workspace's shape. The record is profiles/<gpu>/timelines/vNN.json:
 
 clocks    of the producer and of each consumer, by event: a clock for each tile
 outputs   of each consumer: the tiles after which it wrote O, each with the clocks between
@@ -23,18 +24,14 @@ from verify.inputs import Inputs
 from ..catalog import find_step
 from ..errors import UsageError
 from ..paths import ROOT
-from ..record_schema import CONSUMER_EVENTS, OUTPUT_EVENTS, PRODUCER_EVENTS
 from ..records import SCHEMA
 from ..runtime.backend import Backend, empty_outputs
 from ..runtime.gpu import GpuBackend
 from ..step import Step
+from ..timeline_events import TIMELINE_EVENTS, TimelineEvents
 from .device_state import device_state, git_state, versions
 from .trial import new_run
 
-# enum Event of the patches
-EVENTS = (*PRODUCER_EVENTS, *CONSUMER_EVENTS, *OUTPUT_EVENTS)
-# What comes before what in a tile, whatever the hardware does.
-ORDER = (*pairwise(("load K", *CONSUMER_EVENTS)), ("load V", "start PV"))
 WARPGROUP = 128  # threads
 RUNS = 10  # the last one counts: the clocks are up by then
 
@@ -66,22 +63,24 @@ def timeline_record(step: Step) -> dict:
         **versions(),
         "environment": {"before": before, "after": after},
         "shape": case.problem.as_record(),
-        **read_samples(samples),
+        **read_samples(samples, TIMELINE_EVENTS[patched.operation]),
     }
 
 
 def take_samples(backend: Backend, patched: Step, case: Case, inputs: Inputs) -> torch.Tensor:
-    """The samples of one run, [tiles, warpgroups, EVENTS]; poison, -1, where there is none."""
+    """The samples of one run, [tiles, warpgroups, events]; poison, -1, where there is none."""
     outputs = empty_outputs(patched.operation, inputs)
-    (workspace,) = backend.launch(patched, *inputs, *outputs, **case.arguments)
+    *_, samples = backend.launch(patched, *inputs, *outputs, **case.arguments)
     descriptor = backend.descriptor(patched, case.specialization)
-    by_tile = workspace.cpu().view(torch.int64).view(-1, descriptor.workspace[0].shape[0].tile)
-    warpgroups = descriptor.kernels[0].threads // WARPGROUP
-    taken = by_tile[:, : warpgroups * len(EVENTS)]
-    return taken.reshape(-1, warpgroups, len(EVENTS))
+    *_, workspace = (each for each in descriptor.workspace if each.element_bytes)
+    by_tile = samples.cpu().view(torch.int64).view(-1, workspace.shape[0].tile)
+    # The kernel that samples has a producer beside its consumers; others have no more threads.
+    warpgroups = max(kernel.threads for kernel in descriptor.kernels) // WARPGROUP
+    events = TIMELINE_EVENTS[patched.operation].all
+    return by_tile[:, : warpgroups * len(events)].reshape(-1, warpgroups, len(events))
 
 
-def read_samples(samples: torch.Tensor) -> dict:
+def read_samples(samples: torch.Tensor, events: TimelineEvents) -> dict:
     """The record's clocks and outputs.
 
     Raises UsageError where a sample is missing or out of order.
@@ -90,18 +89,19 @@ def read_samples(samples: torch.Tensor) -> dict:
     warpgroups = {"producer": consumers} | {f"consumer {i}": i for i in range(consumers)}
     clocks, outputs = {}, {}
     for who, index in warpgroups.items():
-        taken = dict(zip(EVENTS, samples[:, index].T.tolist(), strict=True))
+        taken = dict(zip(events.all, samples[:, index].T.tolist(), strict=True))
         clocks[who] = {
             event: taken[event]
-            for event in (PRODUCER_EVENTS if who == "producer" else CONSUMER_EVENTS)
+            for event in (events.producer if who == "producer" else events.consumer)
         }
         for event, times in clocks[who].items():
             for tile, time in enumerate(times):
                 _require_sample(time, event, who, tile)
         if who != "producer":
-            outputs[who] = _read_outputs(who, taken)
-            _check_order(who, clocks["producer"] | clocks[who], outputs[who])
-    first = clocks["producer"]["load K"][0]
+            of_outputs = {event: taken[event] for event in events.output}
+            outputs[who] = _read_outputs(who, of_outputs)
+            _check_order(who, clocks["producer"] | clocks[who], of_outputs, events)
+    first = clocks["producer"][events.producer[0]][0]
     return {
         "clocks": {
             who: {event: [time - first for time in times] for event, times in by_event.items()}
@@ -118,11 +118,11 @@ def read_samples(samples: torch.Tensor) -> dict:
 
 
 def _read_outputs(who: str, taken: dict[str, list[int]]) -> dict[int, tuple[int, int]]:
-    """When a consumer wrote O, by the tile before it."""
-    times = dict(enumerate(zip(*(taken[event] for event in OUTPUT_EVENTS), strict=True)))
+    """When a consumer wrote its output, by the tile before it."""
+    times = dict(enumerate(zip(*taken.values(), strict=True)))
     outputs = {tile: clocks for tile, clocks in times.items() if max(clocks) >= 0}
-    for tile, clocks in outputs.items() or [(len(times) - 1, times[len(times) - 1])]:
-        for event, time in zip(OUTPUT_EVENTS, clocks, strict=True):
+    for tile, clocks in outputs.items() or [*times.items()][-1:]:
+        for event, time in zip(taken, clocks, strict=True):
             _require_sample(time, event, who, tile)
     return outputs
 
@@ -133,28 +133,25 @@ def _require_sample(time: int, event: str, who: str, tile: int) -> None:
 
 
 def _check_order(
-    who: str, clocks: dict[str, list[int]], outputs: dict[int, tuple[int, int]]
+    who: str,
+    clocks: dict[str, list[int]],
+    outputs: dict[str, list[int]],
+    events: TimelineEvents,
 ) -> None:
     """Of a consumer's events and the producer's."""
+    of_tiles = clocks | outputs
     in_a_tile = (
         (f"'{earlier}'", f"'{later}'", tile, *times)
-        for earlier, later in ORDER
-        for tile, times in enumerate(zip(clocks[earlier], clocks[later], strict=True))
+        for earlier, later in events.order
+        for tile, times in enumerate(zip(of_tiles[earlier], of_tiles[later], strict=True))
+        if min(times) >= 0  # an output is written after some tiles only
     )
     from_tile_to_tile = (
         (f"'{event}'", "that of the next tile", tile, *times)
         for event in clocks
         for tile, times in enumerate(pairwise(clocks[event]))
     )
-    after_a_tile = (
-        order
-        for tile, (start, end) in outputs.items()
-        for order in (
-            ("'end PV'", "'start O'", tile, clocks["end PV"][tile], start),
-            ("'start O'", "'end O'", tile, start, end),
-        )
-    )
-    for earlier, later, tile, time, later_time in chain(in_a_tile, from_tile_to_tile, after_a_tile):
+    for earlier, later, tile, time, later_time in chain(in_a_tile, from_tile_to_tile):
         if time >= later_time:
             raise UsageError(
                 f"samples out of order: in tile {tile} of {who} {earlier} is at clock {time}, "

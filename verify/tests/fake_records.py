@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.operation import Operation
+from common.operation import BACKWARD, FORWARD, Operation
 from common.problem import DISTRIBUTIONS, TRAINED
 from common.records import SCHEMA, host_hashes, model_hashes
 from common.step import Step
@@ -275,40 +275,76 @@ def fake_static_record(step: Step) -> dict:
     }
 
 
-def fake_timeline(step: Step, tiles: int = 32) -> dict:
-    """A timeline of the step as it is now: two consumers, a tile every 2200 clocks."""
+def fake_timeline(step: Step, tiles: int | None = None) -> dict:
+    """A timeline of the step as it is now, on the headline's tiles: the consumers take turns."""
+    fake = _FAKE_TIMELINES[step.operation]
+    tiles, period = tiles or fake["tiles"], fake["period"]
 
-    def every_tile(first: int) -> list[int]:
-        return [first + 2200 * tile for tile in range(tiles)]
+    def of_all_tiles(events: dict[str, int], later: int = 0) -> dict[str, list[int]]:
+        return {
+            event: [first + later + period * tile for tile in range(tiles)]
+            for event, first in events.items()
+        }
 
+    consumers = {f"consumer {index}": index * period // 2 for index in range(2)}
+    last = period * (tiles - 1)
     record = fake_record(step)
     keys = ("schema", "step", "code_sha256", "run", "device", "environment", "shape")
     return {
         **{key: record[key] for key in keys},
         "clocks": {
-            "producer": {"load K": every_tile(0), "load V": every_tile(600)},
-            **{
-                f"consumer {index}": {
-                    "start S": every_tile(1500 + 1100 * index),
-                    "end S": every_tile(2100 + 1100 * index),
-                    "end softmax": every_tile(3100 + 1100 * index),
-                    "start PV": every_tile(3800 + 1100 * index),
-                    "end PV": every_tile(4850 + 1100 * index),
-                }
-                for index in range(2)
-            },
+            "producer": of_all_tiles(fake["producer"]),
+            **{who: of_all_tiles(fake["consumer"], later) for who, later in consumers.items()},
         },
         "outputs": {
-            f"consumer {index}": [
-                {
-                    "tile": tiles - 1,
-                    "start": 2200 * tiles + 2700 + 1100 * index,
-                    "end": 2200 * tiles + 3400 + 1100 * index,
-                }
+            who: [
+                {"tile": tiles - 1, "start": last + start + later, "end": last + end + later}
+                for start, end in fake["outputs"]
             ]
-            for index in range(2)
+            for who, later in consumers.items()
         },
     }
+
+
+# The clocks of the first tile, and of an output as if it followed; of the first consumer.
+_FAKE_TIMELINES = {
+    FORWARD: {
+        "tiles": 32,
+        "period": 2200,
+        "producer": {"load K": 0, "load V": 600},
+        "consumer": {
+            "start S": 1500,
+            "end S": 2100,
+            "end softmax": 3100,
+            "start PV": 3800,
+            "end PV": 4850,
+        },
+        "outputs": [(4900, 5600)],
+    },
+    BACKWARD: {
+        "tiles": 64,
+        "period": 3200,
+        "producer": {"load Q": 0, "load dO": 600},
+        "consumer": {
+            "start S": 1500,
+            "start dP": 1520,
+            "end S": 1820,
+            "end P": 2200,
+            "end dP": 2220,
+            "end dS": 2500,
+            "start dV": 2520,
+            "start dQ": 2620,
+            "end dV": 2900,
+            "start dK": 2920,
+            "end dQ": 3200,
+            "dQ stored": 3400,
+            "dQ full": 3450,
+            "end dK": 3600,
+            "dQ read": 4000,
+        },
+        "outputs": [],
+    },
+}
 
 
 def _errors(operation: Operation, of_first: float, of_others: float) -> dict[str, float]:

@@ -11,16 +11,11 @@ import pytest
 import torch
 
 from common import commands
-from common.bench.timeline import (
-    EVENTS,
-    read_samples,
-    take_samples,
-    timeline_patch,
-    timeline_record,
-)
+from common.bench.timeline import read_samples, take_samples, timeline_patch, timeline_record
 from common.catalog import find_step
 from common.errors import UsageError
 from common.metrics import spill_bytes
+from common.operation import BACKWARD, FORWARD
 from common.paths import ROOT
 from common.problem import COUNTED
 from common.record_schema import TIMELINE_RECORD
@@ -31,29 +26,42 @@ from common.report.timeline_plot import LEFT, busy_times, clocks_a_product, rend
 from common.runtime.build import build_cubin, nvcc, parse_resources
 from common.runtime.cpu import CpuBackend
 from common.step import Step
+from common.timeline_events import TIMELINE_EVENTS
 from verify.cases import Case, Shape
 from verify.check import check_case
 from verify.tests.fake_records import fake_record, fake_static_record, fake_timeline
 
 PATCHES = sorted((ROOT / "common" / "bench" / "timelines").glob("*.patch"))
-V09, V09_PATCHED = find_step("v09"), find_step(PATCHES[0])
-# Three tiles for each of four heads: with two multiprocessors two of them for a block that stays.
-CASE = replace(Case.of("headline", COUNTED), shape=Shape(1, 4, 4, 128, 384, 128))
+PATCHED = {path.stem: find_step(path) for path in PATCHES}
+V09, V09_PATCHED, B06_PATCHED = find_step("v09"), PATCHED["v09"], PATCHED["b06"]
+# Three tiles for each of four heads: of keys, or of queries for each of three blocks of keys. With
+# two multiprocessors there are more of them than one for a block that stays.
+SHAPES = {FORWARD: Shape(1, 4, 4, 128, 384, 128), BACKWARD: Shape(1, 4, 4, 192, 384, 128)}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+def small_case(patched: Step) -> Case:
+    case = Case.of("headline", COUNTED, patched.operation)
+    return replace(case, shape=SHAPES[patched.operation])
+
+
 @cache
-def taken(patched: Step = V09_PATCHED) -> torch.Tensor:
-    return take_samples(CpuBackend(), patched, CASE, CASE.make("cpu"))
+def taken(patched: Step) -> torch.Tensor:
+    case = small_case(patched)
+    return take_samples(CpuBackend(), patched, case, case.make("cpu"))
 
 
-@pytest.fixture(params=PATCHES, ids=lambda path: path.stem)
+def read_clocks(samples: torch.Tensor, patched: Step) -> dict:
+    return read_samples(samples, TIMELINE_EVENTS[patched.operation])
+
+
+@pytest.fixture(params=PATCHED)
 def patched(request):
-    return find_step(request.param)
+    return PATCHED[request.param]
 
 
 def test_the_patched_step_is_right(patched):
-    result = check_case(patched, CASE, (CpuBackend(0), CpuBackend(1)))
+    result = check_case(patched, small_case(patched), (CpuBackend(0), CpuBackend(1)))
     assert result.passed, str(result)
 
 
@@ -66,15 +74,15 @@ def test_a_block_without_a_tile_takes_no_samples(seed):
 
 
 def test_samples_become_clocks(patched):
-    """A persistent step's begin within one work tile and end with the next one's first tile."""
-    last_tile = {"v09": 2, "v10": 1, "v11": 1}[patched.name]
-    record = read_samples(taken(patched))
+    """A persistent forward step's begin within one work tile and end in the next one's first."""
+    last_tile = {"v09": [2], "v10": [1], "v11": [1]}.get(patched.name, [])
+    record = read_clocks(taken(patched), patched)
     assert list(record["clocks"]) == ["producer", "consumer 0", "consumer 1"]
-    assert record["clocks"]["producer"]["load K"][0] == 0
+    assert next(iter(record["clocks"]["producer"].values()))[0] == 0
     lists = [times for events in record["clocks"].values() for times in events.values()]
     assert {len(times) for times in lists} == {3}
     assert [output["tile"] for outputs in record["outputs"].values() for output in outputs] == (
-        [last_tile] * 2
+        last_tile * 2
     )
     clocks = [time for times in lists for time in times]
     clocks += [
@@ -87,45 +95,46 @@ def test_samples_become_clocks(patched):
 
 
 @pytest.mark.parametrize(
-    ("tile", "warpgroup", "event", "told"),
+    ("name", "tile", "warpgroup", "event", "told"),
     [
-        (0, 2, "load K", "'load K' of producer in tile 0"),
-        (2, 2, "load V", "'load V' of producer in tile 2"),
-        (1, 1, "end softmax", "'end softmax' of consumer 1 in tile 1"),
-        (2, 0, "start O", "'start O' of consumer 0 in tile 2"),
-        (2, 0, "end O", "'end O' of consumer 0 in tile 2"),
+        ("v09", 0, 2, "load K", "'load K' of producer in tile 0"),
+        ("v09", 2, 2, "load V", "'load V' of producer in tile 2"),
+        ("v09", 1, 1, "end softmax", "'end softmax' of consumer 1 in tile 1"),
+        ("v09", 2, 0, "start O", "'start O' of consumer 0 in tile 2"),
+        ("v09", 2, 0, "end O", "'end O' of consumer 0 in tile 2"),
+        ("b06", 1, 2, "load dO", "'load dO' of producer in tile 1"),
+        ("b06", 2, 1, "dQ read", "'dQ read' of consumer 1 in tile 2"),
     ],
 )
-def test_a_missing_sample_is_named(tile, warpgroup, event, told):
-    samples = taken().clone()
-    samples[tile, warpgroup, EVENTS.index(event)] = -1
+def test_a_missing_sample_is_named(name, tile, warpgroup, event, told):
+    patched = PATCHED[name]
+    samples = taken(patched).clone()
+    samples[tile, warpgroup, TIMELINE_EVENTS[patched.operation].all.index(event)] = -1
     with pytest.raises(UsageError, match=f"^no sample was taken of {told}$"):
-        read_samples(samples)
+        read_clocks(samples, patched)
 
 
 @pytest.mark.parametrize(
-    ("tile", "warpgroup", "event", "time", "told"),
+    ("name", "tile", "warpgroup", "event", "time", "told"),
     [
-        (1, 0, "end S", 0, "in tile 1 of consumer 0 'start S' is at clock"),
-        (
-            1,
-            2,
-            "load V",
-            1,
-            "in tile 0 of consumer 0 'load V' is at clock \\d, that of the next",
-        ),
-        (2, 1, "end softmax", 999, "in tile 2 of consumer 1 'end softmax' is at clock 999, 'st"),
-        (0, 2, "load K", 999, "in tile 0 of consumer 0 'load K' is at clock 999, 'start S' at"),
-        (0, 2, "load V", 999, "in tile 0 of consumer 0 'load V' is at clock 999, 'start PV' at"),
-        (2, 0, "start O", 1, "in tile 2 of consumer 0 'end PV' is at clock"),
-        (2, 0, "end O", 1, "in tile 2 of consumer 0 'start O' is at clock"),
+        ("v09", 1, 0, "end S", 0, "in tile 1 of consumer 0 'start S' is at clock"),
+        ("v09", 1, 2, "load V", 1, "in tile 0 of consumer 0 'load V' is at clock .*, that"),
+        ("v09", 2, 1, "end softmax", 999, "in tile 2 of consumer 1 'end softmax' is at clock 999"),
+        ("v09", 0, 2, "load K", 999, "in tile 0 of consumer 0 'load K' is at clock 999"),
+        ("v09", 0, 2, "load V", 999, "in tile 0 of consumer 0 'load V' is at clock 999"),
+        ("v09", 2, 0, "start O", 1, "in tile 2 of consumer 0 'end PV' is at clock"),
+        ("v09", 2, 0, "end O", 1, "in tile 2 of consumer 0 'start O' is at clock"),
+        ("b06", 0, 2, "load dO", 999, "in tile 0 of consumer 0 'load dO' is at clock 999"),
+        ("b06", 2, 1, "dQ full", 1, "in tile 2 of consumer 1 'dQ stored' is at clock"),
+        ("b06", 1, 0, "start dQ", 1, "in tile 1 of consumer 0 'end dS' is at clock"),
     ],
 )
-def test_samples_out_of_order_are_named(tile, warpgroup, event, time, told):
-    samples = taken().clone()
-    samples[tile, warpgroup, EVENTS.index(event)] = time
+def test_samples_out_of_order_are_named(name, tile, warpgroup, event, time, told):
+    patched = PATCHED[name]
+    samples = taken(patched).clone()
+    samples[tile, warpgroup, TIMELINE_EVENTS[patched.operation].all.index(event)] = time
     with pytest.raises(UsageError, match=f"^samples out of order: {told}"):
-        read_samples(samples)
+        read_clocks(samples, patched)
 
 
 def test_the_patch_costs_no_local_memory(patched):
@@ -140,16 +149,13 @@ def test_the_patch_costs_no_local_memory(patched):
 
 
 def draw(record: dict, stale: frozenset[str] = frozenset()) -> str:
-    return render_timelines(Recorded({"v09": record}, stale))["v09.svg"]
+    name = record["step"]
+    return render_timelines(Recorded({name: record}, stale))[f"{name}.svg"]
 
 
-@pytest.fixture
-def drawn():
-    return ElementTree.fromstring(draw(fake_timeline(V09_PATCHED)))
-
-
-def test_figure_shows_the_recorded_times(drawn):
+def test_figure_shows_the_recorded_times():
     """The window begins as consumer 0 starts S of tile 13, and takes six tiles of 2200 clocks."""
+    drawn = ElementTree.fromstring(draw(fake_timeline(V09_PATCHED)))
     scale = (WIDTH - 24 - LEFT) / (6 * 2200)
     boxes = [
         [float(box.get(key)) for key in ("x", "y", "width", "height")]
@@ -196,6 +202,30 @@ def rows_of(svg: str) -> dict[float, list[tuple[float, float]]]:
     return rows
 
 
+def test_backward_figure_shows_the_recorded_times():
+    """The window begins as consumer 0 starts S of tile 30, and takes three tiles of 3200 clocks."""
+    svg = draw(fake_timeline(B06_PATCHED))
+    scale = (WIDTH - 24 - LEFT) / (3 * 3200)
+    rows = list(rows_of(svg).values())
+    products, others, added = rows[4:7]  # of consumer 0, below the producer's four
+
+    def places(*clocks: tuple[int, int]) -> list:
+        return [
+            pytest.approx((LEFT + (start + 3200 * tile) * scale, (end - start) * scale), abs=0.2)
+            for start, end in clocks
+            for tile in range(3)
+        ]
+
+    # S, dP, dV, dK, dQ: each from its start, or from the end of the one before it.
+    assert products == places((0, 320), (320, 720), (1020, 1400), (1700, 2100), (1400, 1700))
+    assert others == places((320, 700), (720, 1000), (1700, 1900))  # P, dS, dQ
+    assert added == places((1950, 2500))
+    texts = {text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")}
+    assert "b06, one block on an NVIDIA H200: a tile every 3200 clocks" in texts
+    assert {"30", "32", "dV", "adds dQ", "9000"} <= texts
+    assert not {"softmax", "O to memory"} & texts
+
+
 def test_tensor_cores_are_busy_with_one_product_after_another():
     """[64, 128] by [128, 128] takes 512 clocks. Each consumer starts two, 100 clocks apart."""
     *_, busy, _legend = rows_of(draw(fake_timeline(V09_PATCHED))).values()
@@ -203,6 +233,19 @@ def test_tensor_cores_are_busy_with_one_product_after_another():
     assert len(busy) == 12
     for n, box in enumerate(busy):
         assert box == pytest.approx((LEFT + 1100 * n * scale, 1024 * scale), abs=0.2)
+
+
+def test_tensor_cores_are_busy_with_the_products_of_backward():
+    """[64, 64] by [64, 128] takes 256 clocks, as do the others. Five overlap, 1600 clocks apart."""
+    *_, busy, _legend = rows_of(draw(fake_timeline(B06_PATCHED))).values()
+    scale = (WIDTH - 24 - LEFT) / (3 * 3200)
+    first, *inner, last = busy
+    assert len(inner) == 5
+    for n, box in enumerate(inner):
+        assert box == pytest.approx((LEFT + (1020 + 1600 * n) * scale, 1280 * scale), abs=0.2)
+    # The window cuts the others off.
+    assert first == pytest.approx((LEFT, 700 * scale), abs=0.2)
+    assert sum(last) == pytest.approx(WIDTH - 24, abs=0.2)
 
 
 RECORDED = read_records(ROOT / "profiles" / "h200" / "timelines", TIMELINE_RECORD)
@@ -215,11 +258,14 @@ def test_a_product_is_not_seen_done_before_the_tensor_cores_have_done_it(record)
     products = sorted(
         (start, end)
         for clocks in consumers
-        for what in ("S", "PV")
-        for start, end in zip(clocks[f"start {what}"], clocks[f"end {what}"], strict=True)
+        for event in clocks
+        if event.startswith("start")
+        for start, end in zip(clocks[event], clocks[event.replace("start", "end")], strict=True)
     )
-    intervals = busy_times([start for start, _ in products], clocks_a_product(record))
-    assert sum(end - start for start, end in intervals) == 512 * len(products)
+    needed = clocks_a_product(record)
+    intervals = busy_times([start for start, _ in products], needed)
+    assert needed == {"v": 512, "b": 256}[record["step"][0]]
+    assert sum(end - start for start, end in intervals) == needed * len(products)
     for first, last in intervals:
         inside = [end for start, end in products if first <= start <= last]
         assert max(inside) >= last
@@ -238,6 +284,12 @@ def test_all_timelines_show_as_many_clocks():
     assert len(softmax[1]) >= 2 * len(softmax[0]) - 2
 
 
+def test_each_ladder_has_a_scale():
+    v09, b06 = fake_timeline(V09_PATCHED), fake_timeline(B06_PATCHED)
+    svgs = render_timelines(Recorded({"v09": v09, "b06": b06}, frozenset()))
+    assert (svgs["v09.svg"], svgs["b06.svg"]) == (draw(v09), draw(b06))
+
+
 def test_tiles_are_counted_in_their_work_tile():
     """Where the samples begin within one and end within the next."""
     record = fake_timeline(V09_PATCHED)
@@ -250,16 +302,13 @@ def test_tiles_are_counted_in_their_work_tile():
     assert not {"13", "14", "15", "16", "17"} & set(texts)
 
 
-def test_boxes_of_a_row_do_not_overlap(drawn):
-    rows = {}
-    for box in drawn.iter(f"{SVG}rect"):
-        if box.get("y"):
-            left = float(box.get("x"))
-            rows.setdefault(box.get("y"), []).append((left, left + float(box.get("width"))))
-    assert len(rows) == 4 + 2 * 2 + 1 + 1
-    for row in rows.values():
+@pytest.mark.parametrize(("patched", "rows_of_a_consumer"), [(V09_PATCHED, 2), (B06_PATCHED, 3)])
+def test_boxes_of_a_row_do_not_overlap(patched, rows_of_a_consumer):
+    rows = rows_of(draw(fake_timeline(patched))).values()
+    assert len(rows) == 4 + 2 * rows_of_a_consumer + 1 + 1
+    for row in rows:
         row.sort()
-        assert all(one[1] <= other[0] + 0.1 for one, other in pairwise(row))
+        assert all(sum(one) <= other[0] + 0.1 for one, other in pairwise(row))
 
 
 @pytest.fixture
@@ -285,33 +334,44 @@ def test_record_set_has_the_timeline(root):
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    ("patched", "path", "value"),
     [
-        (("producer",), None),
-        (("consumer 0",), None),
-        (("consumer 1", "end S"), None),
-        (("consumer 1", "end S"), [1, 2]),
-        (("consumer 1", "end S"), [1] * 32),
-        (("producer", "load K"), [0.5] * 32),
+        (V09_PATCHED, ("producer",), None),
+        (V09_PATCHED, ("consumer 0",), None),
+        (V09_PATCHED, ("consumer 1", "end S"), None),
+        (V09_PATCHED, ("consumer 1", "end S"), [1, 2]),
+        (V09_PATCHED, ("consumer 1", "end S"), [1] * 32),
+        (V09_PATCHED, ("producer", "load K"), [0.5] * 32),
+        (B06_PATCHED, ("producer", "load dO"), None),
+        (B06_PATCHED, ("consumer 1", "dQ read"), [1] * 64),
     ],
 )
-def test_malformed_record_is_named(tmp_path, path, value):
-    record = fake_timeline(V09_PATCHED)
+def test_malformed_record_is_named(tmp_path, patched, path, value):
+    record = fake_timeline(patched)
     node = record["clocks"]
     for key in path[:-1]:
         node = node[key]
     node[path[-1]] = value
-    write_record(tmp_path / "v09.json", record)
-    with pytest.raises(UsageError, match=r"v09\.json: the record: clocks cannot be"):
+    write_record(tmp_path / f"{patched.name}.json", record)
+    with pytest.raises(UsageError, match=rf"{patched.name}\.json: the record: clocks cannot be"):
         read_records(tmp_path, TIMELINE_RECORD)
 
 
-@pytest.mark.parametrize(("tiles", "read"), [(6, False), (7, True), (8, True)])
-def test_a_record_has_the_tiles_that_are_shown(tmp_path, tiles, read):
-    record = fake_timeline(V09_PATCHED, tiles)
-    write_record(tmp_path / "v09.json", record)
+@pytest.mark.parametrize(
+    ("patched", "tiles", "read"),
+    [
+        (V09_PATCHED, 6, False),
+        (V09_PATCHED, 7, True),
+        (V09_PATCHED, 8, True),
+        (B06_PATCHED, 3, False),
+        (B06_PATCHED, 4, True),
+    ],
+)
+def test_a_record_has_the_tiles_that_are_shown(tmp_path, patched, tiles, read):
+    record = fake_timeline(patched, tiles)
+    write_record(tmp_path / f"{patched.name}.json", record)
     if read:
-        assert read_records(tmp_path, TIMELINE_RECORD) == {"v09": record}
+        assert read_records(tmp_path, TIMELINE_RECORD) == {patched.name: record}
         assert draw(record)
     else:
         with pytest.raises(UsageError, match="clocks cannot be"):
