@@ -70,6 +70,7 @@ struct Thread {
     uint64_t num_copy_groups = 0;   // committed so far
     std::vector<BulkCopy> stores;   // the block's, in the order of their issue
     uint64_t num_store_groups = 0;  // committed so far
+    uint64_t num_proxy_fences = 0;  // so far
 };
 
 // A collective that some but not all of its threads have reached.
