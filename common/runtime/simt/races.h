@@ -15,8 +15,7 @@
 // - with any but the latest of several readers: it remembers the last writer of each two bytes and
 //   the last reader of each 16;
 // - with a write of a single byte, which is compared with those but not remembered;
-// - of TMA loads and wgmma with later accesses: the destination of a load is poison until it has
-//   landed, and what wgmma reads must not change until the product has landed;
+// - of TMA loads with later accesses: the destination of a load is poison until it has landed;
 // - of memcpy and memset where g++ calls them: clang++ calls functions of races.cpp instead;
 // - of a step's own accesses in a build with AddressSanitizer, which excludes ThreadSanitizer.
 #pragma once
@@ -98,7 +97,7 @@ class Races {
     void begin_warp_access();
     void access_by_warp(Access access, size_t offset, size_t bytes, uint16_t mapping, Site site);
 
-    // Its warp reads bytes that the runtime does not let anyone overwrite too early.
+    // Its warp as a whole reads bytes, likewise: whoever comes after one of its lanes comes after that.
     void read_by_warp(size_t offset, size_t bytes, Site site);
 
     // It starts a copy to these bytes, which are poison until the copy lands.
@@ -109,9 +108,9 @@ class Races {
     static constexpr size_t GRANULE_BYTES = 2;  // 16-bit elements may belong to different threads
     static constexpr size_t GRANULES = LINE_BYTES / GRANULE_BYTES;
 
-    // A thread, or the warp that begins with it.
+    // A thread, or the warp that begins with it: each of its lanes for itself, or as a whole.
     struct Party {
-        uint16_t thread : 15, is_warp : 1;
+        uint16_t thread : 14, is_warp : 1, as_a_whole : 1;
         uint16_t mapping;  // of a warp's access
 
         bool operator==(const Party&) const = default;
@@ -146,9 +145,10 @@ class Races {
     // A thread's clock, in which its own epoch is not kept up to date.
     Epoch* clock_of(int thread) const { return clocks + thread * stride; }
 
-    Party self() const { return {static_cast<uint16_t>(running_thread), false, 0}; }
-    Party own_warp(uint16_t mapping) const {
-        return {static_cast<uint16_t>(running_thread / WARP_SIZE * WARP_SIZE), true, mapping};
+    Party self() const { return {static_cast<uint16_t>(running_thread), false, false, 0}; }
+    Party own_warp(uint16_t mapping, bool as_a_whole = false) const {
+        const uint16_t first_thread = running_thread / WARP_SIZE * WARP_SIZE;
+        return {first_thread, true, as_a_whole, mapping};
     }
 
     // Whether it comes before all that the party does next.
