@@ -9,38 +9,14 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from common.catalog import find_step
 from common.report.diagrams import backward, backward_warps, figures
 from common.report.diagrams.backward import BLOCKS, GRAPH, KERNELS, LATE, Work
 from common.report.diagrams.fragments import a_fragment
 from common.report.diagrams.svg import ACCENT, BANK_COLORS
+from verify.tests.cpp_constants import constants, evaluate, source
 from verify.tests.drawings import boxes, texts
 
 HEAD_DIM = backward.HEAD_DIM
-
-
-def source(step: str) -> str:
-    return find_step(step).path.read_text(encoding="utf-8")
-
-
-def evaluate(expression: str, names: dict[str, int]) -> int:
-    """Of C++: integers, and at most one conditional."""
-    condition, question, rest = expression.partition("?")
-    if question:
-        yes, _, no = rest.partition(":")
-        return evaluate(yes if evaluate(condition, names) else no, names)
-    return eval(expression.replace("/", "//"), {}, names)
-
-
-def constants(step: str) -> dict[str, int]:
-    """At head_dim 128: each `constexpr int` whose value follows from those before it."""
-    names = {"HEAD_DIM": HEAD_DIM}
-    for names_and_values in re.findall(r"^constexpr int (.+?);", source(step), re.M | re.S):
-        for one in names_and_values.split(", "):
-            name, value = one.split(" = ")
-            if set(re.findall(r"[A-Za-z_]\w*", value)) <= names.keys():
-                names[name] = evaluate(value, names)
-    return names
 
 
 def body(kernel: backward.Kernel) -> str:

@@ -327,10 +327,18 @@ FAULTS = [
     ),
     Fault(
         "overwritten",
-        DO + "product(d); commit(); fill(smem.b, 2); fence_proxy_async(); __syncthreads();"
-        "wgmma_wait_group<0>(d);",
+        DO + "product(d); commit(); __syncthreads(); fill(smem.b, 2); fence_proxy_async();"
+        "__syncthreads(); wgmma_wait_group<0>(d);",
         r"write to an operand of a wgmma in flight .*, operand B at byte 8192 of shared memory, "
         "has changed before the wgmma has landed",
+    ),
+    # Landed for all warps, since each has come to the next product, which does not order memory.
+    Fault(
+        "overwritten_after_the_wait",
+        DO + "product(d);" + END + "wgmma_fence(e);"
+        "wgmma_m64nNk16<T, K_MAJOR>(e, frag, a, true); commit(); fill(smem.b, 2);"
+        "wgmma_wait_group<0>(e);",
+        r"data race .*: writes byte \d+ of shared memory, which warp \d has read \(faults.cu:\d+\)",
     ),
     Fault(
         "no_proxy_fence",

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from . import ampere, backward, backward_warps, blocks, hopper, softmax
+from . import (
+    ampere,
+    backward,
+    backward_budget,
+    backward_warps,
+    blocks,
+    hopper,
+    hopper_backward,
+    softmax,
+)
 from .svg import files
 
 
 def figures() -> dict[str, str]:
     """SVG text by the file name in figures/."""
-    modules = softmax, blocks, ampere, hopper, backward, backward_warps
+    modules = (
+        softmax,
+        blocks,
+        ampere,
+        hopper,
+        backward,
+        backward_warps,
+        hopper_backward,
+        backward_budget,
+    )
     return files({name: one for module in modules for name, one in module.figures().items()})

@@ -32,6 +32,7 @@ from .svg import (
     WIDTH,
     Drawing,
     Matrix,
+    interval,
     lane_color,
     register_table,
 )
@@ -59,7 +60,7 @@ def _wgmma_descriptor() -> Drawing:
     drawing = Drawing(914)
     k, v = k_major(KEYS, STEP), mn_major(KEYS, STEP)
 
-    drawing.text(18, 22, f"K, K_MAJOR: d {_range(STEP, 16)} of all keys", TITLE, bold=True)
+    drawing.text(18, 22, f"K, K_MAJOR: d {interval(STEP, 16)} of all keys", TITLE, bold=True)
     _tile(drawing, 90, k, KEYS, range(16))
     notes = (
         "S = Q K^T: B[d, key] = K[key, d]",
@@ -69,7 +70,7 @@ def _wgmma_descriptor() -> Drawing:
     )
     _descriptor(drawing, 90, "k", k, notes)
 
-    drawing.text(18, 460, f"V, MN_MAJOR: all d of keys {_range(STEP, 16)}", TITLE, bold=True)
+    drawing.text(18, 460, f"V, MN_MAJOR: all d of keys {interval(STEP, 16)}", TITLE, bold=True)
     _tile(drawing, 528, v, HEAD_DIM, range(STEP, STEP + 16))
     notes = (
         "O += P V: B[key, d] = V[key, d]",
@@ -99,7 +100,7 @@ def _tile(drawing: Drawing, y: float, operand: Descriptor, size: int, shown: ran
     tops = {}
     for line, rows in enumerate(filter(None, blocks)):
         top = tops[rows[0]] = y + 19 * line
-        drawing.text(56, top + 9.5, _range(rows[0], len(rows)), SMALL, MUTED, anchor="end")
+        drawing.text(56, top + 9.5, interval(rows[0], len(rows)), SMALL, MUTED, anchor="end")
         for panel, x in enumerate(lefts):
             start = panel * KEYS * ROW_BYTES + rows[0] * ROW_BYTES
             places = range(start, start + ROW_BYTES, 2 * CHUNK)
@@ -113,7 +114,7 @@ def _tile(drawing: Drawing, y: float, operand: Descriptor, size: int, shown: ran
                 drawing.cell(x + 26 * n, top, 26, 19, color, f"c{chunk}")
     drawing.text(56, y - 12, "key", SMALL, MUTED, anchor="end")
     for panel, x in enumerate(lefts):
-        title = f"panel {panel}: d {_range(PANEL * panel, PANEL)}"
+        title = f"panel {panel}: d {interval(PANEL * panel, PANEL)}"
         drawing.text(x + 13 * CHUNKS, y - 12, title, bold=True, anchor="middle")
     next_panel = in_tile(KEYS, 0, PANEL) - in_tile(KEYS, 0, 0)
     drawing.line(lefts[0], y - 28, lefts[1], y - 28, arrow=True)
@@ -149,10 +150,6 @@ def _descriptor(
         drawing.text(x, y + 162 + 22 * n, note)
 
 
-def _range(first: int, count: int) -> str:
-    return f"{first}–{first + count - 1}" if count > 1 else f"{first}"
-
-
 def _wgmma_accumulator() -> Drawing:
     """Who holds D [64, N]: all of it in boxes [8, 8], and 16 columns of one warp."""
     drawing = Drawing(462)
@@ -165,7 +162,7 @@ def _wgmma_accumulator() -> Drawing:
         source = f"s_acc[{tile}][{2 * lower}], s_acc[{tile}][{2 * lower + 1}]"
         return f"a{quarter}", elements, source
 
-    text = f"T{LANE} of warp {WARP}: operand A of P V, keys {_range(16 * PAIR, 16)}"
+    text = f"T{LANE} of warp {WARP}: operand A of P V, keys {interval(16 * PAIR, 16)}"
     drawing.text(44, 324, text, bold=True)
     titles = ("lower half", "upper half")
     register_table(drawing, 44, 350, 30, titles, [row(quarter) for quarter in range(4)])
@@ -190,7 +187,7 @@ def _warpgroup(drawing: Drawing, x: float, y: float) -> None:
             drawing.text(left + 9, y - 9, f"{tile}", SMALL, MUTED, anchor="middle")
         if column == lower == 0:
             drawing.text(x - 8, top + 17, f"warp {warp}", anchor="end")
-            drawing.text(x - 8, top + 34, _range(row, 16), SMALL, MUTED, anchor="end")
+            drawing.text(x - 8, top + 34, interval(row, 16), SMALL, MUTED, anchor="end")
     row, column = wgmma_d(32 * WARP, 2 * PAIR, 0)
     drawing.box(x + column * 2.25, y + row * 3.25, 36, 52, NONE, INK, 2)
 

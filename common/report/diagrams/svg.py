@@ -97,6 +97,11 @@ def tick_distance(at_least: float) -> float:
     return next(digit * decade for digit in (1, 2, 5, 10) if digit * decade >= at_least)
 
 
+def interval(first: int, count: int) -> str:
+    """So many numbers from the first on."""
+    return f"{first}–{first + count - 1}" if count > 1 else f"{first}"
+
+
 def darker(color: str) -> str:
     """The role of a color's darker shade."""
     return color + DARKER

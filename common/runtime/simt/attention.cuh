@@ -46,10 +46,11 @@
 // into ordinary arguments. If threads execute it together, it calls collective(). If a thread waits
 // in it for something else, it calls Worker::start_waiting() and yield(), and whatever it waits for
 // calls make_runnable(). If it tells other threads to go on, or starts a copy, it ends with
-// may_fall_behind(). If it accesses memory, the address goes through track(), in shared memory also
-// through shared_access(), and if it writes there, through note_write(). If it starts a copy from or
-// to global memory, that address goes through require_kernel_wait() of global_races.h. If it is a
-// barrier, it also tells races.h what it orders.
+// may_fall_behind(); a fence, for which others must wait, begins with it. If it accesses memory, the
+// address goes through track(), in shared memory also through shared_access(), and if it writes
+// there, through note_write(). If it starts a copy from or to global memory, that address goes
+// through require_kernel_wait() of global_races.h. If it is a barrier, it also tells races.h what it
+// orders.
 #pragma once
 #include "elements.cuh"
 

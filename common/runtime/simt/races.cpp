@@ -155,8 +155,7 @@ void Races::access_by_warp(Access access, size_t offset, size_t bytes, uint16_t 
 }
 
 void Races::read_by_warp(size_t offset, size_t bytes, Site site) {
-    const Event event = {current[running_thread], own_warp(0), site};
-    for_each_piece(offset, bytes, [&](Piece piece) { compare_with_writes(piece, READ, event); });
+    read(offset, bytes, {current[running_thread], own_warp(0, true), site});
 }
 
 void Races::start_copy(const Races& from, size_t offset, size_t bytes, Site site) {
@@ -241,12 +240,16 @@ bool Races::ordered(const Event& earlier, Party party) const {
     if (other.thread / WARP_SIZE == party.thread / WARP_SIZE &&
         earlier.epoch <= warp_known[(party.thread - first_thread) / WARP_SIZE])
         return true;
+    const int lanes = other.is_warp ? WARP_SIZE : 1;
+    const int needed = other.as_a_whole ? 1 : lanes;
     for (int i = 0; i < (party.is_warp ? WARP_SIZE : 1); ++i) {
         const Epoch* clock = clocks.of(party.thread + i);
-        for (int j = 0; j < (other.is_warp ? WARP_SIZE : 1); ++j) {
-            if (other.thread + j != party.thread + i && clock[other.thread + j] < earlier.epoch)
-                return false;
+        int known = 0;
+        for (int j = 0; j < lanes; ++j) {
+            const bool is_self = other.thread + j == party.thread + i;
+            known += is_self || clock[other.thread + j] >= earlier.epoch;
         }
+        if (known < needed) return false;
     }
     return true;
 }

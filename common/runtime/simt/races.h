@@ -19,8 +19,7 @@
 // - with any but the latest of several readers: it remembers the last writer of each two bytes and
 //   the last reader of each 16;
 // - with a write of a single byte, which is compared with those but not remembered;
-// - of TMA loads and wgmma with later accesses: the destination of a load is poison until it has
-//   landed, and what wgmma reads must not change until the product has landed;
+// - of TMA loads with later accesses: the destination of a load is poison until it has landed;
 // - of memcpy and memset where g++ calls them: clang++ calls functions of races.cpp instead;
 // - of a step's own accesses in a build with AddressSanitizer, which excludes ThreadSanitizer.
 #pragma once
@@ -135,7 +134,7 @@ class Races {
     void begin_warp_access();
     void access_by_warp(Access access, size_t offset, size_t bytes, uint16_t mapping, Site site);
 
-    // Its warp reads bytes that the runtime does not let anyone overwrite too early.
+    // Its warp as a whole reads bytes, likewise: whoever comes after one of its lanes comes after that.
     void read_by_warp(size_t offset, size_t bytes, Site site);
 
     // The running thread of a block of the cluster, this one or another, starts a copy to these
@@ -170,9 +169,10 @@ class Races {
     static constexpr size_t GRANULE_BYTES = 2;  // 16-bit elements may belong to different threads
     static constexpr size_t GRANULES = LINE_BYTES / GRANULE_BYTES;
 
-    // A thread, by its number in the cluster, or the warp that begins with it.
+    // A thread, by its number in the cluster, or the warp that begins with it: each of its lanes for
+    // itself, or as a whole.
     struct Party {
-        uint16_t thread : 15, is_warp : 1;
+        uint16_t thread : 14, is_warp : 1, as_a_whole : 1;
         uint16_t mapping;  // of a warp's access
 
         bool operator==(const Party&) const = default;
@@ -207,10 +207,12 @@ class Races {
     // A thread's clock, in which its own epoch is not kept up to date.
     Epoch* clock_of(int thread) const { return clocks.of(first_thread + thread); }
 
-    Party self() const { return {static_cast<uint16_t>(first_thread + running_thread), false, 0}; }
-    Party own_warp(uint16_t mapping) const {
+    Party self() const {
+        return {static_cast<uint16_t>(first_thread + running_thread), false, false, 0};
+    }
+    Party own_warp(uint16_t mapping, bool as_a_whole = false) const {
         const int first = running_thread / WARP_SIZE * WARP_SIZE;
-        return {static_cast<uint16_t>(first_thread + first), true, mapping};
+        return {static_cast<uint16_t>(first_thread + first), true, as_a_whole, mapping};
     }
 
     // What the running thread does now.

@@ -102,8 +102,8 @@ void Worker::yield() {
     if (&next != &self) Fiber::switch_to(self, next);
 }
 
-void Worker::may_fall_behind(uint64_t key) {
-    if (!in_this_run(key)) return;
+void Worker::may_fall_behind(uint64_t key, int threads) {
+    if (!in_this_run(key, threads)) return;
     behind.push_back(running);
     yield();
 }

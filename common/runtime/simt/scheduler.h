@@ -101,18 +101,19 @@ class Worker {
         return mix(block_seed + running / WARP_SIZE, key) % n == 0;
     }
 
-    // True in exactly one of a check's two runs, for all lanes of the running warp alike.
-    bool in_this_run(uint64_t key) const {
-        return mix(mix(blockIdx.x, running / WARP_SIZE), key) % 2 != launch.odd;
+    // True in exactly one of a check's two runs, for all threads of the running warp, or of as many
+    // as are named, alike.
+    bool in_this_run(uint64_t key, int threads = WARP_SIZE) const {
+        return mix(mix(blockIdx.x, running / threads), key) % 2 != launch.odd;
     }
 
     // Lets the running thread go on only when no other one can, not even those that
     // may_fall_behind().
     void straggle();
 
-    // In one of a check's two runs lets the running thread, and the lanes of its warp that call
-    // this with the same key, go on only when no other thread can.
-    void may_fall_behind(uint64_t key);
+    // In one of a check's two runs lets the running thread, and those of its warp, or of as many as
+    // are named, that call this with the same key, go on only when no other thread can.
+    void may_fall_behind(uint64_t key, int threads = WARP_SIZE);
 
     // The running thread goes on when the signal is posted; before it does, all others go on that
     // can. By then another warp may have taken the signal.

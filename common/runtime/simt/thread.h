@@ -70,6 +70,7 @@ struct Thread {
     uint64_t num_copy_groups = 0;    // committed so far
     std::vector<BulkCopy> stores;    // the block's, in the order of their issue
     uint64_t num_store_groups = 0;   // committed so far
+    uint64_t num_proxy_fences = 0;   // so far
     Operation cluster_arrival = {};  // at the cluster's barrier, not yet waited for
     uint32_t cluster_phase = 0;      // of the barrier, at that arrival
 };

@@ -292,7 +292,11 @@ void cp_reduce_async_bulk_add(float* to_global, const float* from_shared, int by
     simt::issue_store(box, simt::land_reduction, operation);
 }
 
-void fence_proxy_async() {
+// Late, so that those who do not wait for it go ahead: a whole warpgroup, since its products keep
+// its warps together.
+void fence_proxy_async(simt::Site site) {
     simt::Worker& worker = *simt::Worker::current();
+    const uint64_t key = simt::mix(site.line, worker.self().num_proxy_fences++);
+    worker.may_fall_behind(key, simt::WARPGROUP_SIZE);
     worker.async_view().publish(worker.running_thread());
 }

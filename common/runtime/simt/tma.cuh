@@ -45,4 +45,4 @@ void cp_async_bulk_wait_group() {
     simt::land_stores(PENDING);
 }
 
-void fence_proxy_async();
+void fence_proxy_async(simt::Site site = simt::Site::here());

@@ -132,7 +132,9 @@ std::vector<float> read_registers(const uint32_t (&a)[WARP_SIZE][4]) {
 
 template <typename T>
 WgmmaElements read_operands(const AsyncProduct& product) {
-    const int warp = Worker::current()->running_thread() % WARPGROUP_SIZE / WARP_SIZE;
+    Worker& worker = *Worker::current();
+    worker.races().begin_warp_access();
+    const int warp = worker.running_thread() % WARPGROUP_SIZE / WARP_SIZE;
     const Site site = product.site;
     return {product.a_registers[0] ? read_registers<T>(product.a_held)
                                    : read_operand<T>(product.a, WARP_ROWS, warp * WARP_ROWS, site),

@@ -1,0 +1,215 @@
+"""The diagram of what backward by wgmma must find room for: registers and shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .backward import K_COLOR, O_COLOR, Q_COLOR, V_COLOR
+from .svg import BANK_COLORS, EMPTY, MUTED, RED, SMALL, TITLE, Drawing, text_width
+
+# b05 and b06 at any head_dim.
+BLOCK_M, BLOCK_N, PANEL, NUM_STAGES = 64, 128, 64, 2
+GROUP_KEYS, WARPGROUP, WARPGROUPS = 64, 128, 2  # keys and threads of a warpgroup
+ALIGNMENT = 1024  # of shared memory
+
+MAX_REGISTERS, CONSUMER_REGISTERS = 255, 240  # of a thread: at most, and of b06's consumers
+SHARED_KIB = 227  # of a block at most
+WIDE = 256  # the head_dim of the last bars
+
+LEFT, REGISTER, KIB = 146, 1.8, 2.7  # of the bars; pixels of one
+HEIGHT, SPACE = 21, 9  # of a bar; between what belongs together
+SCORES, GRADIENTS = BANK_COLORS[4:6]
+COLORS = {
+    "K": K_COLOR,
+    "dK": K_COLOR,
+    "V": V_COLOR,
+    "dV": V_COLOR,
+    "Q": Q_COLOR,
+    "dQ": Q_COLOR,
+    "dO": O_COLOR,
+    "S": SCORES,
+    "P": SCORES,
+    "dP": GRADIENTS,
+    "dS": GRADIENTS,
+}
+
+
+def figures() -> dict[str, Drawing]:
+    """The drawings by the names of their files."""
+    return {"backward_registers": _backward_registers()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """So many registers of a thread, or bytes of shared memory."""
+
+    name: str
+    size: int
+
+
+def dim(head_dim: int) -> int:
+    """In whole products."""
+    return -(-head_dim // 16) * 16
+
+
+def in_panels(head_dim: int) -> int:
+    """Columns of a tile in shared memory."""
+    return -(-head_dim // PANEL) * PANEL
+
+
+def dq_columns(head_dim: int) -> int:
+    """Of each warpgroup: half of the panels, or of a single one half of the whole products."""
+    half = in_panels(head_dim) // 2 if head_dim > PANEL else dim(head_dim) // 2
+    return dim(half)
+
+
+# ---- registers
+
+
+def _accumulator(name: str, rows: int, columns: int) -> Part:
+    """A float each, divided among the threads of a warpgroup."""
+    return Part(name, rows * columns // WARPGROUP)
+
+
+def _operand(name: str, rows: int, columns: int) -> Part:
+    """The same with two elements a register."""
+    return Part(name, rows * columns // WARPGROUP // 2)
+
+
+S, DP = (_accumulator(name, GROUP_KEYS, BLOCK_M) for name in ("S", "dP"))
+P, DS = (_operand(name, GROUP_KEYS, BLOCK_M) for name in ("P", "dS"))
+
+
+@dataclass(frozen=True)
+class Live:
+    """What a thread has in registers at once: while it computes P and dS, and dV, dK and dQ."""
+
+    softmax: tuple[Part, ...]
+    products: tuple[Part, ...]
+
+
+def live(head_dim: int, *, kv_in_registers: bool = False) -> Live:
+    """In b05, and in b06: a warpgroup has dK and dV of its keys, and a part of dQ."""
+    kept = [_accumulator(name, GROUP_KEYS, dim(head_dim)) for name in ("dK", "dV")]
+    if kv_in_registers:
+        kept += [_operand(name, GROUP_KEYS, dim(head_dim)) for name in ("K", "V")]
+    dq = _accumulator("dQ", BLOCK_M, dq_columns(head_dim))
+    return Live((*kept, S, DP, P), (*kept, P, DS, dq))
+
+
+def live_by_roles(head_dim: int) -> dict[str, Live]:
+    """Two warpgroups share their keys: one has P and dV, one dS and dK, and each half of dQ."""
+    dk, dv = (_accumulator(name, GROUP_KEYS, dim(head_dim)) for name in ("dK", "dV"))
+    dq = _accumulator("dQ", BLOCK_M, dim(head_dim) // 2)
+    return {"dV": Live((dv, S, P), (dv, P, dq)), "dK": Live((dk, DP, P, DS), (dk, DS, dq))}
+
+
+# ---- shared memory
+
+
+def shared_memory(head_dim: int, *, ds_stages: int, mbarriers: int) -> list[Part]:
+    """Of a block of b05 or b06, in bytes; what is no tile comes last, in whole periods of the
+    swizzle.
+    """
+    row = 2 * in_panels(head_dim)
+    parts = [Part(name, BLOCK_N * row) for name in ("K", "V")]
+    parts += [Part(name, BLOCK_M * row) for name in ("Q", "dO") for _ in range(NUM_STAGES)]
+    parts += [Part("dS", 2 * BLOCK_N * BLOCK_M)] * ds_stages
+    parts.append(Part("dQ", 4 * BLOCK_M * WARPGROUPS * dq_columns(head_dim)))
+    rest = NUM_STAGES * 2 * 4 * BLOCK_M + 8 * mbarriers  # lse and delta; the mbarriers
+    return [*parts, Part("", -(-rest // ALIGNMENT) * ALIGNMENT)]
+
+
+def shared_memory_by_roles(head_dim: int) -> list[Part]:
+    """Of a block with the keys of one warpgroup: dQ leaves from registers."""
+    tile, scores = 2 * GROUP_KEYS * head_dim, 2 * GROUP_KEYS * BLOCK_M
+    names = ("K", "V", "Q", "Q", "dO")
+    return [
+        *(Part(name, tile) for name in names),
+        *(Part(name, scores) for name in 2 * ("P", "dS")),
+    ]
+
+
+B05_SHARED = {"ds_stages": 1, "mbarriers": 6}
+B06_SHARED = {"ds_stages": NUM_STAGES, "mbarriers": 10}
+
+
+# ---- the bars
+
+
+def _backward_registers() -> Drawing:
+    """A bar for each head_dim and moment, and for each block; what there is, as dashed lines."""
+    drawing = Drawing(712)
+    title = f"Registers of a thread, for {GROUP_KEYS} keys and {BLOCK_M} queries a warpgroup"
+    drawing.text(18, 22, title, TITLE, bold=True)
+    drawing.text(18, 52, "head_dim", SMALL, MUTED)
+    roles = live_by_roles(WIDE)
+    threads = (
+        ("64", live(64)),
+        ("64 in b06", live(64, kv_in_registers=True)),
+        ("96", live(96)),
+        ("128", live(128)),
+        (f"{WIDE}", live(WIDE)),
+        (f"{WIDE}: dV", roles["dV"]),
+        (f"{WIDE}: dK", roles["dK"]),
+    )
+    top = y = 66
+    for name, of_thread in threads:
+        drawing.text(18, y + HEIGHT, name, bold=True)
+        for moment in ("softmax", "products"):
+            drawing.text(LEFT - 8, y + HEIGHT / 2, moment, SMALL, MUTED, anchor="end")
+            parts = getattr(of_thread, moment)
+            _bar(drawing, y, parts, REGISTER, sum(part.size for part in parts) > MAX_REGISTERS)
+            y += HEIGHT
+        y += SPACE
+    for limit, anchor in ((CONSUMER_REGISTERS, "end"), (MAX_REGISTERS, "start")):
+        _limit(drawing, limit, limit * REGISTER, top, y - SPACE, anchor)
+
+    y += 26
+    drawing.text(18, y, "Shared memory of a block, in KiB", TITLE, bold=True)
+    y += 44
+    top = y
+    drawing.text(18, y - 14, "head_dim", SMALL, MUTED)
+    for name, parts in (
+        ("64 in b05", shared_memory(64, **B05_SHARED)),
+        ("64 in b06", shared_memory(64, **B06_SHARED)),
+        ("96, 128 in b05", shared_memory(128, **B05_SHARED)),
+        ("96, 128 in b06", shared_memory(128, **B06_SHARED)),
+        (f"{WIDE}: dV, dK", shared_memory_by_roles(WIDE)),
+    ):
+        drawing.text(18, y + HEIGHT / 2, name, bold=True)
+        in_kib = [Part(part.name, part.size // 1024) for part in parts]
+        _bar(drawing, y, in_kib, KIB, False)
+        y += HEIGHT + 2
+    _limit(drawing, SHARED_KIB, SHARED_KIB * KIB, top, y, "start")
+    drawing.notes(
+        y + 26,
+        "Above: while P and dS are computed, and while dV, dK and dQ are; addresses and indices "
+        f"come on top. {MAX_REGISTERS} is a thread's most,",
+        f"{CONSUMER_REGISTERS} what a consumer of b06 has. At head_dim {WIDE} dK and dV alone are "
+        f"too much for one warpgroup. In the last bars two share {GROUP_KEYS} keys:",
+        "one has P and dV, the other dS and dK, and each half of dQ, which leaves from registers; "
+        "P goes through shared memory, too.",
+    )
+    return drawing
+
+
+def _bar(drawing: Drawing, y: float, parts: Sequence[Part], unit: float, is_too_much: bool) -> None:
+    x = LEFT
+    for part in parts:
+        width, text = part.size * unit, f"{part.name} {part.size}"
+        text = text if part.name and text_width(text, SMALL) < width else part.name
+        drawing.cell(x, y, width, HEIGHT, COLORS.get(part.name, EMPTY), text)
+        x += width
+    color = RED if is_too_much else MUTED
+    total = f"{sum(part.size for part in parts)}"
+    drawing.text(x + 6, y + HEIGHT / 2, total, SMALL, color, bold=is_too_much)
+
+
+def _limit(
+    drawing: Drawing, limit: int, offset: float, top: float, bottom: float, anchor: str
+) -> None:
+    x = LEFT + offset
+    drawing.line(x, top - 6, x, bottom, dashed=True)
+    drawing.text(x + (3 if anchor == "start" else -3), top - 14, f"{limit}", SMALL, anchor=anchor)
