@@ -21,9 +21,11 @@ def evaluate(expression: str, names: dict[str, int]) -> int:
 
 
 def constants(step: str, head_dim: int = 128) -> dict[str, int]:
-    """Each `constexpr int` whose value follows from head_dim and those before it."""
+    """Each `constexpr int` or `bool` whose value follows from head_dim and those before it."""
     names = {"HEAD_DIM": head_dim}
-    for names_and_values in re.findall(r"^constexpr int (.+?);", source(step), re.M | re.S):
+    for names_and_values in re.findall(
+        r"^constexpr (?:int|bool) (.+?);", source(step), re.M | re.S
+    ):
         for one in names_and_values.split(", "):
             name, value = one.split(" = ")
             if set(re.findall(r"[A-Za-z_]\w*", value)) <= names.keys():

@@ -253,7 +253,9 @@ extern "C" __global__ void __cluster_dims__(4) __launch_bounds__(8) other(Attent
 
 def test_the_grid_is_filled_up_to_whole_clusters(tmp_path):
     body = "p.lse[block] = gridDim.x;"
-    step = in_clusters(write_step(tmp_path, "filled", body, globals_=GLOBALS), "__cluster_dims__(4)")
+    step = in_clusters(
+        write_step(tmp_path, "filled", body, globals_=GLOBALS), "__cluster_dims__(4)"
+    )
     _, lse = run(step, CpuBackend(), num_lse=4)
     assert lse.tolist() == [4] * 4
 

@@ -94,7 +94,7 @@ class Gpu:
         _, spec, _ = job
         descriptor = CpuBackend().descriptor(step, spec)
         names = [kernel.name.decode() for kernel in descriptor.kernels if kernel.name]
-        launches = {name: (self.launch, GAP, self.cluster) for name in names}
+        launches = dict.fromkeys(names, (self.launch, GAP, self.cluster))
         return gpu._Module(descriptor, launches, {})
 
     def launch(self, grid, block, parameters, smem_bytes, stream):

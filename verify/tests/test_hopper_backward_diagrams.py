@@ -10,7 +10,7 @@ import pytest
 from common.catalog import find_step
 from common.problem import COUNTED
 from common.report.diagrams import backward_budget, figures, hopper_backward
-from common.report.diagrams.backward_budget import B05_SHARED, B06_SHARED, Part
+from common.report.diagrams.backward_budget import B05_SHARED, B06_SHARED
 from common.report.diagrams.hopper_backward import PRODUCTS, REGISTERS, SHARED
 from common.runtime.cpu import CpuBackend
 from verify.tests.cpp_constants import constants, evaluate, source
@@ -19,9 +19,9 @@ from verify.tests.drawings import boxes, texts
 HEAD_DIMS = 64, 96, 128
 
 
-def body(step: str) -> str:
+def body(step: str, function: str = "attention_backward") -> str:
     text = source(step)
-    return text[text.index("    attention_backward(const ") :].split("\n}\n")[0]
+    return text[text.index(f" {function}(const ") :].split("\n}\n")[0]
 
 
 # ---- where operands lie
@@ -93,42 +93,39 @@ def test_budget_is_of_the_steps_tiles(step):
         assert sizes["CONSUMER_REGISTERS"] == backward_budget.CONSUMER_REGISTERS
 
 
-def declared(step: str, head_dim: int) -> dict[str, int]:
-    """Registers of the arrays in attention_backward, by name."""
+def declared(step: str, head_dim: int, function: str) -> dict[str, int]:
+    """Registers of the arrays in a function, by name."""
     sizes = constants(step, head_dim)
-    arrays = re.findall(r"(\w+)_(acc|frag)\[([^]]+)\]\[4\]", body(step))
+    arrays = re.findall(r"(\w+)_(acc|frag)\[([^]]+)\]\[4\]", body(step, function))
     names = {"s_acc": "S", "dp_acc": "dP", "p_frag": "P", "ds_frag": "dS", "dq_acc": "dQ"}
     names |= {"dk_acc": "dK", "dv_acc": "dV", "k_frag": "K", "v_frag": "V"}
     return {names[f"{name}_{kind}"]: 4 * evaluate(rows, sizes) for name, kind, rows in arrays}
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("step", ["b05", "b06"])
-def test_registers_are_those_declared(step, head_dim):
+@pytest.mark.parametrize(("step", "function"), [("b05", "attention_backward"), ("b06", "compute")])
+def test_registers_are_those_declared(step, function, head_dim):
     in_registers = step == "b06" and head_dim <= 64
     live = backward_budget.live(head_dim, kv_in_registers=in_registers)
     drawn = {part.name: part.size for part in (*live.softmax, *live.products)}
-    found = declared(step, head_dim)
+    found = declared(step, head_dim, function)
     if not in_registers:
         found = {name: size for name, size in found.items() if name not in ("K", "V")}
     assert drawn == found
 
 
-def test_registers_by_roles():
-    """The products of a tile are divided, and nothing is computed twice."""
-    roles = backward_budget.live_by_roles(backward_budget.WIDE)
-    together = backward_budget.live(backward_budget.WIDE)
-
-    def sizes(parts: tuple[Part, ...]) -> dict[str, int]:
-        return {part.name: part.size for part in parts}
-
-    merged = {}
-    for live in roles.values():
-        for moment in (live.softmax, live.products):
-            total = sum(part.size for part in moment)
-            assert total <= backward_budget.CONSUMER_REGISTERS
-            merged |= sizes(moment)
-    assert merged == sizes(together.softmax) | sizes(together.products)
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("role", ["dV", "dK"])
+def test_registers_by_roles(role, head_dim):
+    live = backward_budget.live_by_roles(head_dim)[role]
+    drawn = {part.name: part.size for part in (*live.products, *live.softmax)}
+    found = declared("b06", head_dim, f"compute_{role.lower()}")
+    if role == "dK":
+        assert "prob[BLOCK_M / 8][4]" in body("b06", "compute_dk")
+        found["P"] = backward_budget.BLOCK_M // 8 * 4
+    assert drawn == found
+    for parts in (live.softmax, live.products):
+        assert sum(part.size for part in parts) <= backward_budget.CONSUMER_REGISTERS
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -140,6 +137,14 @@ def test_shared_memory_is_the_steps(step, of_step, head_dim):
     parts = backward_budget.shared_memory(head_dim, **of_step)
     assert sum(part.size for part in parts) == kernel.smem_bytes
     assert kernel.smem_bytes <= backward_budget.SHARED_KIB * 1024
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_shared_memory_by_roles_is_b06s(head_dim):
+    spec = replace(COUNTED.specialization, head_dim=head_dim)
+    kernel = CpuBackend().descriptor(find_step("b06"), spec).kernels[1]
+    parts = backward_budget.shared_memory_by_roles(head_dim)
+    assert sum(part.size for part in parts) == kernel.smem_bytes
 
 
 def test_a_bar_says_that_it_is_too_long():

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from .backward import K_COLOR, O_COLOR, Q_COLOR, V_COLOR
 from .svg import BANK_COLORS, EMPTY, MUTED, RED, SMALL, TITLE, Drawing, text_width
 
-# b05 and b06 at any head_dim.
+# b05 and b06 up to head_dim 128.
 BLOCK_M, BLOCK_N, PANEL, NUM_STAGES = 64, 128, 64, 2
 GROUP_KEYS, WARPGROUP, WARPGROUPS = 64, 128, 2  # keys and threads of a warpgroup
 ALIGNMENT = 1024  # of shared memory
 
 MAX_REGISTERS, CONSUMER_REGISTERS = 255, 240  # of a thread: at most, and of b06's consumers
 SHARED_KIB = 227  # of a block at most
-WIDE = 256  # the head_dim of the last bars
+WIDE = 256  # the head_dim of the last bars: b06 divides the work there
 
 LEFT, REGISTER, KIB = 146, 1.8, 2.7  # of the bars; pixels of one
 HEIGHT, SPACE = 21, 9  # of a bar; between what belongs together
@@ -99,10 +99,15 @@ def live(head_dim: int, *, kv_in_registers: bool = False) -> Live:
 
 
 def live_by_roles(head_dim: int) -> dict[str, Live]:
-    """Two warpgroups share their keys: one has P and dV, one dS and dK, and each half of dQ."""
+    """In b06 above head_dim 128 two warpgroups share their keys: one has P and dV, one dS and dK,
+    and each a part of dQ. P comes to the second one rounded, and is converted back.
+    """
     dk, dv = (_accumulator(name, GROUP_KEYS, dim(head_dim)) for name in ("dK", "dV"))
-    dq = _accumulator("dQ", BLOCK_M, dim(head_dim) // 2)
-    return {"dV": Live((dv, S, P), (dv, P, dq)), "dK": Live((dk, DP, P, DS), (dk, DS, dq))}
+    p_float = _accumulator("P", GROUP_KEYS, BLOCK_M)
+    first, rest = (
+        _accumulator("dQ", BLOCK_M, columns) for columns in (2 * PANEL, dim(head_dim) - 2 * PANEL)
+    )
+    return {"dV": Live((dv, S, P), (dv, P, first)), "dK": Live((dk, DP, p_float), (dk, DS, rest))}
 
 
 # ---- shared memory
@@ -117,17 +122,24 @@ def shared_memory(head_dim: int, *, ds_stages: int, mbarriers: int) -> list[Part
     parts += [Part(name, BLOCK_M * row) for name in ("Q", "dO") for _ in range(NUM_STAGES)]
     parts += [Part("dS", 2 * BLOCK_N * BLOCK_M)] * ds_stages
     parts.append(Part("dQ", 4 * BLOCK_M * WARPGROUPS * dq_columns(head_dim)))
-    rest = NUM_STAGES * 2 * 4 * BLOCK_M + 8 * mbarriers  # lse and delta; the mbarriers
-    return [*parts, Part("", -(-rest // ALIGNMENT) * ALIGNMENT)]
+    return [*parts, _rest(mbarriers)]
+
+
+def _rest(mbarriers: int) -> Part:
+    """lse and delta, and the mbarriers."""
+    rest = NUM_STAGES * 2 * 4 * BLOCK_M + 8 * mbarriers
+    return Part("", -(-rest // ALIGNMENT) * ALIGNMENT)
 
 
 def shared_memory_by_roles(head_dim: int) -> list[Part]:
-    """Of a block with the keys of one warpgroup: dQ leaves from registers."""
-    tile, scores = 2 * GROUP_KEYS * head_dim, 2 * GROUP_KEYS * BLOCK_M
-    names = ("K", "V", "Q", "Q", "dO")
+    """Of a block of b06 above head_dim 128, with the keys of one warpgroup: dQ leaves from
+    registers.
+    """
+    tile, scores = 2 * GROUP_KEYS * in_panels(head_dim), 2 * GROUP_KEYS * BLOCK_M
     return [
-        *(Part(name, tile) for name in names),
-        *(Part(name, scores) for name in 2 * ("P", "dS")),
+        *(Part(name, tile) for name in ("K", "V", "Q", "Q", "dO", "dO")),
+        *(Part(name, scores) for name in ("dS", "dS", "P")),
+        _rest(B06_SHARED["mbarriers"]),
     ]
 
 
@@ -176,7 +188,7 @@ def _backward_registers() -> Drawing:
         ("64 in b06", shared_memory(64, **B06_SHARED)),
         ("96, 128 in b05", shared_memory(128, **B05_SHARED)),
         ("96, 128 in b06", shared_memory(128, **B06_SHARED)),
-        (f"{WIDE}: dV, dK", shared_memory_by_roles(WIDE)),
+        (f"{WIDE} in b06", shared_memory_by_roles(WIDE)),
     ):
         drawing.text(18, y + HEIGHT / 2, name, bold=True)
         in_kib = [Part(part.name, part.size // 1024) for part in parts]
@@ -188,7 +200,7 @@ def _backward_registers() -> Drawing:
         "Above: while P and dS are computed, and while dV, dK and dQ are; addresses and indices "
         f"come on top. {MAX_REGISTERS} is a thread's most,",
         f"{CONSUMER_REGISTERS} what a consumer of b06 has. At head_dim {WIDE} dK and dV alone are "
-        f"too much for one warpgroup. In the last bars two share {GROUP_KEYS} keys:",
+        f"too much for one warpgroup. b06 has two share {GROUP_KEYS} keys:",
         "one has P and dV, the other dS and dK, and each half of dQ, which leaves from registers; "
         "P goes through shared memory, too.",
     )
