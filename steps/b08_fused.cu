@@ -888,13 +888,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREA
         if (warp == PRODUCER_WARP) {
             if (threadIdx.x % 32 == 0) load(p, smem);
         } else if (!BY_ROLES && warp <= PRODUCER_WARP + CONSUMERS) {
-            griddepcontrol_wait();  // dQ is 0
             add_dq(p, smem, warp - PRODUCER_WARP - 1);
         }
         return;
     }
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    griddepcontrol_wait();  // what attention_delta has written is there
+    // What attention_delta has written is there; dQ = 0, too, for the warps that these hand dQ to.
+    griddepcontrol_wait();
     if (!BY_ROLES) {
         compute(p, smem, warp);
     } else {
