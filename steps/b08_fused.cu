@@ -428,6 +428,9 @@ __device__ void wait_for(Mbarrier& barrier, int phase) {
     }
 }
 
+// Uniform across the warp; the shuffle tells the compiler so.
+__device__ int warp_number() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
+
 // By all lanes of a warp, which has read a stage, or will not read it.
 __device__ void release(Mbarrier& empty) {
     __syncwarp();
@@ -714,52 +717,73 @@ __device__ void compute_dv(const BackwardParams& p, SharedMemory& smem, int warp
         const Work work(p, work_number(round));
         const float unscale = 1.0f / factor_of(p, work);
         const int first_key = work.first_key_of(rank) + warp_row;
-        float dv_acc[DIM / 8][4] = {};
-        wait_for(smem.k_full, round);
+        float dv_acc[DIM / 8][4] = {}, s_acc[BLOCK_M / 8][4];
 
-        for (int head = work.first_head; head < work.end_head; ++head)
-            for (int tile = work.first_tile; tile < work.end_tile; ++tile, ++i) {
-                const int stage = i % DOUT_STAGES, q_stage = i % Q_STAGES, ds_stage = i % DS_STAGES;
+        // Starts S^T = K Q^T  [BLOCK_N, BLOCK_M]
+        const auto start_s = [&](int i) {
+            wait_for(smem.q_full[i % Q_STAGES], i / Q_STAGES);
+            multiply(s_acc, smem.k, 0, smem.q[i % Q_STAGES]);
+        };
 
-                // ---- S^T = K Q^T  [BLOCK_N, BLOCK_M]
-                float s_acc[BLOCK_M / 8][4];
-                wait_for(smem.q_full[q_stage], i / Q_STAGES);
-                multiply(s_acc, smem.k, 0, smem.q[q_stage]);
-                wgmma_wait_group<0>(s_acc);
-                release_in_both(smem.q_empty[q_stage]);
+        // One Q/dO tile, of which S is there. Starts S of the next one, unless it is the work's last.
+        const auto tile_step = [&](int tile, int index, auto last) {
+            constexpr bool IS_LAST = decltype(last)::value;
+            const int stage = i % DOUT_STAGES, ds_stage = i % DS_STAGES;
 
-                // ---- P = 2^(S - lse), to the other consumer
-                uint32_t p_frag[BLOCK_M / 16][4];
-                wait_for(smem.dout_full[stage], i / DOUT_STAGES);
-                exponentials(s_acc, p, smem.rows[stage], first_key, tile * BLOCK_M);
-                convert(p_frag, s_acc);
+            // ---- P = 2^(S - lse), to the other consumer
+            uint32_t p_frag[BLOCK_M / 16][4];
+            wait_for(smem.dout_full[stage], i / DOUT_STAGES);
+            exponentials(s_acc, p, smem.rows[stage], first_key, tile * BLOCK_M);
+            convert(p_frag, s_acc);
 #pragma unroll
-                for (int j = 0; j < BLOCK_M / 16; ++j) {
-                    const uint32_t* x = p_frag[j];
-                    store_float4(smem.staging[j][threadIdx.x],
-                                 make_float4(__int_as_float(x[0]), __int_as_float(x[1]),
-                                             __int_as_float(x[2]), __int_as_float(x[3])));
-                }
-                bar_arrive(P_FULL_BARRIER, 128 * CONSUMERS);  // P is complete
-
-                // ---- dV += P^T dO  [BLOCK_N, HEAD_DIM]
-                multiply_add(dv_acc, p_frag, smem.dout[stage]);
-
-                // ---- dQ = dS K of both blocks' keys  [BLOCK_M, DQ_COLUMNS]
-                wait_for(smem.ds_full[ds_stage], i / DS_STAGES);  // so P has been read, too
-                float dq_acc[DQ_COLUMNS / 8][4];
-                multiply_dq_of_both(dq_acc, smem, ds_stage, column, 0);
-                wgmma_wait_group<1>(dv_acc, p_frag);
-                release_in_both(smem.dout_empty[stage]);
-                wgmma_wait_group<0>(dq_acc);
-                release_in_both(smem.ds_empty[ds_stage]);
-                DqTile* sums = static_cast<DqTile*>(p.workspace[1]);
-                add_from_registers(sums[work.tile_index(p, head, tile)], column, dq_acc, unscale);
+            for (int j = 0; j < BLOCK_M / 16; ++j) {
+                const uint32_t* x = p_frag[j];
+                store_float4(smem.staging[j][threadIdx.x],
+                             make_float4(__int_as_float(x[0]), __int_as_float(x[1]),
+                                         __int_as_float(x[2]), __int_as_float(x[3])));
             }
+            bar_arrive(P_FULL_BARRIER, 128 * CONSUMERS);  // P is complete
+
+            // ---- dV += P^T dO  [BLOCK_N, HEAD_DIM]
+            multiply_add(dv_acc, p_frag, smem.dout[stage]);
+            if constexpr (!IS_LAST) start_s(i + 1);
+
+            // ---- dQ = dS K of both blocks' keys  [BLOCK_M, DQ_COLUMNS]
+            wait_for(smem.ds_full[ds_stage], i / DS_STAGES);  // so P has been read, too
+            wgmma_wait_group<IS_LAST ? 0 : 1>(dv_acc, p_frag);
+            release_in_both(smem.dout_empty[stage]);
+            float dq_acc[DQ_COLUMNS / 8][4];
+            multiply_dq_of_both(dq_acc, smem, ds_stage, column, 0);
+            if constexpr (!IS_LAST) {
+                wgmma_wait_group<1>(s_acc);
+                release_in_both(smem.q_empty[(i + 1) % Q_STAGES]);
+            }
+            wgmma_wait_group<0>(dq_acc);
+            release_in_both(smem.ds_empty[ds_stage]);
+            DqTile* sums = static_cast<DqTile*>(p.workspace[1]);
+            add_from_registers(sums[index], column, dq_acc, unscale);
+            ++i;
+        };
+
+        wait_for(smem.k_full, round);
+        start_s(i);
+        wgmma_wait_group<0>(s_acc);
+        release_in_both(smem.q_empty[i % Q_STAGES]);
+
+        // ---- for each Q/dO tile of each head of the group
+        int tile = work.first_tile;
+        int index = work.tile_index(p, work.first_head, tile);
+        for (const int last = i + work.num_tiles - 1; i < last; ++index) {
+            tile_step(tile, index, std::false_type());
+            if (++tile == work.end_tile) tile = work.first_tile, index += tile;  // the next head
+        }
+        tile_step(tile, index, std::true_type());
 
         // ---- write dV, in the place of V
         bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // all products have read K and V
-        write(p.dv_map, first_key, work.kv_head, work.batch, smem.v, warp_row, dv_acc, 1.0f);
+        // Found anew: the addresses that follow from it are not worth registers all along.
+        const int own_row = 16 * warp_number();
+        write(p.dv_map, first_key, work.kv_head, work.batch, smem.v, own_row, dv_acc, 1.0f);
         if (threadIdx.x % 32 == 0) cp_async_bulk_wait_group_read<0>();
         release(smem.v_empty);
     }
@@ -855,8 +879,7 @@ __device__ void synchronize() {
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREADS, 1)
     attention_backward(const __grid_constant__ BackwardParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
-    // Uniform across the warp; the shuffle tells the compiler so.
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    const int warp = warp_number();
 
     if (threadIdx.x == 0) {
         mbarrier_init(smem.k_full, 1);

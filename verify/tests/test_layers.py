@@ -21,7 +21,7 @@ LAYERS = ("core", "runtime", "call", "verify", "bench", "commands")  # each may 
 CALL = {"", "functional", "operator"}
 COMMANDS = {"__main__", "commands"}
 DATA = {"catalog", "errors", "metrics", "operation", "patch", "problem", "record_schema"}
-DATA |= {"paths", "records", "source", "step", "text"}
+DATA |= {"paths", "records", "source", "step", "text", "timeline_events"}
 
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
