@@ -9,7 +9,12 @@ import pytest
 
 from common.catalog import find_step
 from common.problem import COUNTED
-from common.report.diagrams import backward_budget, figures, hopper_backward
+from common.report.diagrams import (
+    backward_budget,
+    backward_schedule,
+    figures,
+    hopper_backward,
+)
 from common.report.diagrams.backward_budget import B05_SHARED, B06_SHARED
 from common.report.diagrams.hopper_backward import PRODUCTS, REGISTERS, SHARED
 from common.runtime.cpu import CpuBackend
@@ -153,3 +158,21 @@ def test_a_bar_says_that_it_is_too_long():
     totals = [sum(part.size for part in parts) for parts in (live.softmax, live.products)]
     assert [int(text.text) for text in found] == totals
     assert min(totals) > backward_budget.MAX_REGISTERS
+
+
+# ---- the causal schedule
+
+
+def test_each_schedule_has_each_work_once():
+    everything = {
+        backward_schedule.Work(head, k_block)
+        for head in range(backward_schedule.HEADS)
+        for k_block in range(backward_schedule.K_BLOCKS)
+    }
+    done = []
+    for schedule in (backward_schedule.as_they_come(), backward_schedule.to_and_fro()):
+        taken = [work for works in schedule for work in works]
+        assert len(taken) == len(everything)
+        assert set(taken) == everything
+        done.append(max(map(backward_schedule.tiles, schedule)))
+    assert done[1] < done[0]

@@ -6,6 +6,7 @@ from . import (
     ampere,
     backward,
     backward_budget,
+    backward_schedule,
     backward_warps,
     blocks,
     hopper,
@@ -26,5 +27,6 @@ def figures() -> dict[str, str]:
         backward_warps,
         hopper_backward,
         backward_budget,
+        backward_schedule,
     )
     return files({name: one for module in modules for name, one in module.figures().items()})

@@ -1,0 +1,102 @@
+"""The diagram of backward's causal schedule: whose work is longest, and who takes which when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .svg import EMPTY, MUTED, SMALL, TINTS, TITLE, Drawing
+
+# For fewer SMs, blocks of keys and heads than there are.
+SMS, K_BLOCKS, HEADS = 6, 6, 3
+
+CELL = 36  # pixels of a tile of S
+UNIT, ROW = 26, 18  # of a bar: pixels of a tile, and its height
+
+
+@dataclass(frozen=True)
+class Work:
+    """A block of keys of a head: the queries from its own on see it."""
+
+    head: int
+    k_block: int
+
+    @property
+    def tiles(self) -> int:
+        """Of queries."""
+        return K_BLOCKS - self.k_block
+
+
+def figures() -> dict[str, Drawing]:
+    """The drawings by the names of their files."""
+    return {"backward_schedule": _backward_schedule()}
+
+
+def as_they_come() -> list[list[Work]]:
+    """b06, by SM: head by head, each block on the SM that is free first."""
+    taken: list[list[Work]] = [[] for _ in range(SMS)]
+    for head in range(HEADS):
+        for k_block in range(K_BLOCKS):
+            min(taken, key=tiles).append(Work(head, k_block))
+    return taken
+
+
+def to_and_fro() -> list[list[Work]]:
+    """b08, by SM: of a section of heads the longest first, every other round backwards."""
+    works = [Work(head, k_block) for k_block in range(K_BLOCKS) for head in range(HEADS)]
+    taken: list[list[Work]] = [[] for _ in range(SMS)]
+    for number, work in enumerate(works):
+        turn, place = divmod(number, SMS)
+        taken[SMS - 1 - place if turn % 2 else place].append(work)
+    return taken
+
+
+def tiles(works: list[Work]) -> int:
+    return sum(work.tiles for work in works)
+
+
+def _backward_schedule() -> Drawing:
+    """The tiles of S by columns; then which works an SM takes, and when it has done them."""
+    drawing = Drawing(372)
+    title = f"A causal mask in backward: {HEADS} heads of {K_BLOCKS} blocks of keys, on {SMS} SMs"
+    drawing.text(18, 22, title, TITLE, bold=True)
+
+    left, top = 92, 92
+    drawing.text(18, 50, "S of a head: a block keeps a column of keys", bold=True)
+    drawing.text(18, top - 12, "keys", SMALL, MUTED)
+    drawing.text(18, top + K_BLOCKS * CELL / 2, "queries", SMALL, MUTED)
+    for k_block in range(K_BLOCKS):
+        x = left + k_block * CELL
+        drawing.text(x + CELL / 2, top - 12, f"{k_block}", SMALL, MUTED, anchor="middle")
+        for q_tile in range(K_BLOCKS):
+            color = TINTS[0] if q_tile >= k_block else EMPTY
+            drawing.cell(x, top + q_tile * CELL, CELL, CELL, color, "")
+        length = f"{Work(0, k_block).tiles}"
+        drawing.text(x + CELL / 2, top + K_BLOCKS * CELL + 14, length, anchor="middle", bold=True)
+    drawing.text(18, top + K_BLOCKS * CELL + 14, "tiles", SMALL, MUTED)
+
+    for y, what, taken in (
+        (50, "b06: in the order of the grid", as_they_come()),
+        (200, "b08: longest first, to and fro", to_and_fro()),
+    ):
+        _bars(drawing, 400, y, what, taken)
+    drawing.notes(
+        354,
+        "Color: the head. Length: the tiles of queries that see the keys. The first keys are seen "
+        "by all; in forward the last queries see most.",
+    )
+    return drawing
+
+
+def _bars(drawing: Drawing, x: float, y: float, what: str, taken: list[list[Work]]) -> None:
+    """What each SM does one after another."""
+    most = max(map(tiles, taken))
+    drawing.text(x, y, f"{what}: done after {most} tiles", bold=True)
+    for sm, works in enumerate(taken):
+        left, top = x + 46, y + 14 + ROW * sm
+        drawing.text(x, top + ROW / 2, f"SM {sm}", SMALL, MUTED)
+        for work in works:
+            width = work.tiles * UNIT
+            drawing.cell(left, top, width, ROW, TINTS[work.head], f"{work.tiles}")
+            left += width
+    end = x + 46 + most * UNIT
+    drawing.line(end, y + 10, end, y + 18 + ROW * SMS, dashed=True)
