@@ -12,6 +12,7 @@ from common.problem import COUNTED
 from common.report.diagrams import (
     backward_budget,
     backward_schedule,
+    blocks,
     figures,
     hopper_backward,
 )
@@ -174,5 +175,5 @@ def test_each_schedule_has_each_work_once():
         taken = [work for works in schedule for work in works]
         assert len(taken) == len(everything)
         assert set(taken) == everything
-        done.append(max(map(backward_schedule.tiles, schedule)))
+        done.append(max(map(blocks.tiles, schedule)))
     assert done[1] < done[0]

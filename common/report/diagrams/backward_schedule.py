@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .blocks import by_free_sm, draw_bars
 from .svg import EMPTY, MUTED, SMALL, TINTS, TITLE, Drawing
 
 # For fewer SMs, blocks of keys and heads than there are.
 SMS, K_BLOCKS, HEADS = 6, 6, 3
 
 CELL = 36  # pixels of a tile of S
-UNIT, ROW = 26, 18  # of a bar: pixels of a tile, and its height
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,9 @@ def figures() -> dict[str, Drawing]:
 
 
 def as_they_come() -> list[list[Work]]:
-    """b06, by SM: head by head, each block on the SM that is free first."""
-    taken: list[list[Work]] = [[] for _ in range(SMS)]
-    for head in range(HEADS):
-        for k_block in range(K_BLOCKS):
-            min(taken, key=tiles).append(Work(head, k_block))
-    return taken
+    """b06, by SM: head by head."""
+    numbered = [Work(head, k_block) for head in range(HEADS) for k_block in range(K_BLOCKS)]
+    return by_free_sm(numbered, SMS)
 
 
 def to_and_fro() -> list[list[Work]]:
@@ -48,10 +45,6 @@ def to_and_fro() -> list[list[Work]]:
         turn, place = divmod(number, SMS)
         taken[SMS - 1 - place if turn % 2 else place].append(work)
     return taken
-
-
-def tiles(works: list[Work]) -> int:
-    return sum(work.tiles for work in works)
 
 
 def _backward_schedule() -> Drawing:
@@ -78,25 +71,10 @@ def _backward_schedule() -> Drawing:
         (50, "b06: in the order of the grid", as_they_come()),
         (200, "b08: longest first, to and fro", to_and_fro()),
     ):
-        _bars(drawing, 400, y, what, taken)
+        draw_bars(drawing, 400, y, what, taken)
     drawing.notes(
         354,
         "Color: the head. Length: the tiles of queries that see the keys. The first keys are seen "
         "by all; in forward the last queries see most.",
     )
     return drawing
-
-
-def _bars(drawing: Drawing, x: float, y: float, what: str, taken: list[list[Work]]) -> None:
-    """What each SM does one after another."""
-    most = max(map(tiles, taken))
-    drawing.text(x, y, f"{what}: done after {most} tiles", bold=True)
-    for sm, works in enumerate(taken):
-        left, top = x + 46, y + 14 + ROW * sm
-        drawing.text(x, top + ROW / 2, f"SM {sm}", SMALL, MUTED)
-        for work in works:
-            width = work.tiles * UNIT
-            drawing.cell(left, top, width, ROW, TINTS[work.head], f"{work.tiles}")
-            left += width
-    end = x + 46 + most * UNIT
-    drawing.line(end, y + 10, end, y + 18 + ROW * SMS, dashed=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from .svg import (
     BANK_COLORS,
@@ -295,6 +297,15 @@ def _ping_pong() -> Drawing:
 # ---- the causal schedule
 
 
+class Work(Protocol):
+    """What an SM does at a time, and how long that takes."""
+
+    head: int
+
+    @property
+    def tiles(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class WorkTile:
     """A block of queries of a head: it sees as many tiles of keys as its number, and one more."""
@@ -318,17 +329,21 @@ def rounds() -> list[list[WorkTile]]:
 
 
 def as_they_come() -> list[list[WorkTile]]:
-    """v09, by SM: blocks in the order of their numbers, each on the SM that is free first."""
-    taken: list[list[WorkTile]] = [[] for _ in range(SMS)]
-    for head in range(HEADS):
-        for q_block in range(Q_BLOCKS):
-            first = min(taken, key=tiles)
-            first.append(WorkTile(head, q_block))
+    """v09, by SM: blocks in the order of their numbers."""
+    numbered = [WorkTile(head, q_block) for head in range(HEADS) for q_block in range(Q_BLOCKS)]
+    return by_free_sm(numbered, SMS)
+
+
+def by_free_sm(works: Iterable[Work], sms: int) -> list[list[Work]]:
+    """Each work on the SM that is free first."""
+    taken: list[list[Work]] = [[] for _ in range(sms)]
+    for work in works:
+        min(taken, key=tiles).append(work)
     return taken
 
 
-def tiles(work_tiles: list[WorkTile]) -> int:
-    return sum(work.tiles for work in work_tiles)
+def tiles(works: Iterable[Work]) -> int:
+    return sum(work.tiles for work in works)
 
 
 def _causal_schedule() -> Drawing:
@@ -363,24 +378,24 @@ def _causal_schedule() -> Drawing:
         (50, "v09: in the order of the grid", as_they_come()),
         (196, "v10", by_sm),
     ):
-        _bars(drawing, 430, y, what, taken)
+        draw_bars(drawing, 430, y, what, taken)
     return drawing
 
 
-def _bars(drawing: Drawing, x: float, y: float, what: str, taken: list[list[WorkTile]]) -> None:
+def draw_bars(drawing: Drawing, x: float, y: float, what: str, taken: list[list[Work]]) -> None:
     """What each SM does one after another."""
     unit, row = 19, 17
     most = max(map(tiles, taken))
     drawing.text(x, y, f"{what}: done after the time of {most} tiles", bold=True)
-    for sm, work_tiles in enumerate(taken):
+    for sm, works in enumerate(taken):
         left, top = x + 46, y + 16 + row * sm
         drawing.text(x, top + row / 2, f"SM {sm}", SMALL, MUTED)
-        for work in work_tiles:
+        for work in works:
             width = work.tiles * unit
             drawing.cell(left, top, width, row, TINTS[work.head], f"{work.tiles}")
             left += width
     end = x + 46 + most * unit
-    drawing.line(end, y + 12, end, y + 20 + row * SMS, dashed=True)
+    drawing.line(end, y + 12, end, y + 20 + row * len(taken), dashed=True)
 
 
 # ---- equal shares
