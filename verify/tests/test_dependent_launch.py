@@ -133,6 +133,7 @@ SOURCE = {
 #include "dependent_launch.cuh"
 #include "reduce.cuh"
 #include "signal.cuh"
+#include "ticket.cuh"
 #include "tma.cuh"
 
 extern "C" __global__ void front(const __grid_constant__ AttentionParams p) {
@@ -262,6 +263,11 @@ FAULTS = [
     Fault(
         "a signal is posted",
         "if (t < 32) post_signal(*reinterpret_cast<Signal*>(row)); griddepcontrol_wait();",
+        WRITES.format("lse"),
+    ),
+    Fault(
+        "a ticket is taken",
+        "if (t == 0) take_ticket(reinterpret_cast<int*>(row)); griddepcontrol_wait();",
         WRITES.format("lse"),
     ),
     Fault(

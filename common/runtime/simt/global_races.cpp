@@ -61,7 +61,7 @@ inline void GlobalRaces::for_each_cell(const void* address, size_t bytes, Functi
 
 bool GlobalRaces::ordered(Write earlier) const {
     if (earlier.stamp <= launch_began) return true;
-    if (earlier.is_reduction) return false;
+    if (earlier.kind != STORE) return false;
     const BlockClock& clock = Worker::current()->block_clock();
     const auto known = clock.find(earlier.block);
     return known != clock.end() && earlier.stamp <= known->second;
@@ -70,7 +70,7 @@ bool GlobalRaces::ordered(Write earlier) const {
 void GlobalRaces::access(Access access, const void* address, size_t bytes, Place place) {
     require_kernel_wait(access, address, place);
     const uint32_t block = blockIdx.x;
-    const Write self = {block, Worker::current()->block_clock()[block], false};
+    const Write self = {block, Worker::current()->block_clock()[block], STORE};
     for_each_cell(address, bytes, [&](Cell& cell, const std::byte* at) {
         const Write earlier =
             access == WRITE ? cell.write.exchange(self, RELAXED) : cell.write.load(RELAXED);
@@ -81,16 +81,17 @@ void GlobalRaces::access(Access access, const void* address, size_t bytes, Place
     });
 }
 
-void GlobalRaces::reduce(const void* address, size_t bytes, Place place) {
+void GlobalRaces::add(Kind kind, const void* address, size_t bytes, Place place) {
     require_kernel_wait(WRITE, address, place);
     const uint32_t block = blockIdx.x;
-    const Write self = {block, Worker::current()->block_clock()[block], true};
+    const Write self = {block, Worker::current()->block_clock()[block], kind};
     for_each_cell(address, bytes, [&](Cell& cell, const std::byte* at) {
         const Write own = cell.write.load(RELAXED);
-        if (own.block == block && own.stamp > launch_began && !own.is_reduction) return;
+        if (own.block == block && own.stamp > launch_began && own.kind == STORE) return;
         const Write earlier = cell.write.exchange(self, RELAXED);
-        if (!earlier.is_reduction && !ordered(earlier))
-            report("adds to", at, place, earlier, cell.place.load(RELAXED));
+        if (earlier.kind != kind && !ordered(earlier))
+            report(kind == TICKET ? "takes a ticket from" : "adds to", at, place, earlier,
+                   cell.place.load(RELAXED));
         cell.place.store(place, RELAXED);
     });
 }
@@ -114,17 +115,17 @@ void GlobalRaces::require_kernel_wait(Access access, const void* address, Place 
 
 void GlobalRaces::report(const char* does, const std::byte* address, Place place, Write earlier,
                          Place earlier_place) {
+    constexpr const char* HAS[] = {"written", "added to", "taken a ticket from"};
+    constexpr const char* WHY[] = {", and no signal orders the two",
+                                   "; the sum is there when the launch has ended",
+                                   "; until the launch has ended the counter is for tickets alone"};
     Report report = Worker::current()->fault("data race between blocks");
     place.describe(report);
-    report.add(": %s what block %u has %s", does, earlier.block,
-               earlier.is_reduction ? "added to" : "written");
+    report.add(": %s what block %u has %s", does, earlier.block, HAS[earlier.kind]);
     earlier_place.describe(report);
     report.add(", ");
     describe_address(report, address);
-    report
-        .add(earlier.is_reduction ? "; the sum is there when the launch has ended"
-                                  : ", and no signal orders the two")
-        .fail();
+    report.add("%s", WHY[earlier.kind]).fail();
 }
 
 }  // namespace simt

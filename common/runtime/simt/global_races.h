@@ -2,13 +2,14 @@
 // or a workspace, one of the two writes, and no signal orders them. Whichever block runs first, `+=`
 // where red_add() belongs is found, and two blocks that store the same element.
 //
-// Reductions need no order among themselves. Their sum is there when the launch has ended: an
-// ordinary access to it in the same launch is reported, the block's own too.
+// Reductions need no order among themselves, and neither do tickets. The sum is there when the launch
+// has ended, and a counter is for tickets alone until then: an ordinary access to it in the same
+// launch is reported, the block's own too.
 //
 // As races.h has it, each access is compared with what is remembered of earlier ones: here the last
-// write of each two bytes, or the last reduction, if the same block has not written before. A block
-// has a clock: of every other block, the latest stamp whose accesses come before its own next one.
-// Signals pass on what a block knows.
+// write of each two bytes, or the last reduction or ticket, if the same block has not written before.
+// A block has a clock: of every other block, the latest stamp whose accesses come before its own next
+// one. Signals pass on what a block knows.
 //
 // A kernel that starts early must not access these buffers before griddepcontrol_wait, since the
 // kernels in front may still read and write them: reported is an access of a thread that has not
@@ -68,9 +69,14 @@ class GlobalRaces {
         return reinterpret_cast<uintptr_t>(address) - begin < bytes;
     }
 
-    // The running block accesses bytes, or adds to them.
+    // The running block accesses bytes, or adds to them, or takes a ticket from the counter.
     void access(Access access, const void* address, size_t bytes, Place place);
-    void reduce(const void* address, size_t bytes, Place place);
+    void reduce(const void* address, size_t bytes, Place place) {
+        add(REDUCTION, address, bytes, place);
+    }
+    void take_ticket(const int* counter, Place place) {
+        add(TICKET, counter, sizeof(*counter), place);
+    }
 
     // The running thread accesses memory, now or in a copy that it starts: in a kernel that starts
     // early, not an output or a workspace before griddepcontrol_wait.
@@ -79,9 +85,12 @@ class GlobalRaces {
   private:
     static constexpr size_t GRANULE_BYTES = 2;  // 16-bit elements may belong to different blocks
 
+    enum Kind : Stamp { STORE, REDUCTION, TICKET };
+
     struct Write {
         uint32_t block;
-        Stamp stamp : 31, is_reduction : 1;  // stamp 0: none
+        Stamp stamp : 30;  // 0: none
+        Kind kind : 2;
     };
 
     // Several OS threads share them. A report of the one may name the other's place.
@@ -99,6 +108,8 @@ class GlobalRaces {
     // Calls function(cell, address of its bytes) for each.
     template <typename Function>
     void for_each_cell(const void* address, size_t bytes, Function function);
+
+    void add(Kind kind, const void* address, size_t bytes, Place place);
 
     bool ordered(Write earlier) const;
 
