@@ -8,16 +8,15 @@
 // why: in b06 a warpgroup has no product queued while it computes exponentials and dS, stores dQ or
 //     waits at the barrier, and a block none while it begins and ends. 1.05 to 1.1 times b06, more
 //     where sequences are short or the mask is causal
-// limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+// limits: bf16, fp16; head_dim 8-128 by 8; sm_90a
 //     needs 4 bytes of workspace for each element of dQ
 // draft: no GPU has run it
 // repeats: all bits but dq's; blocks add to it in any order
 #include "backward.cuh"
 #include "bulk.cuh"
-#include "cluster.cuh"
 #include "dependent_launch.cuh"
 #include "mma.cuh"
-#include "reduce_vector.cuh"
+#include "ticket.cuh"
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
 
@@ -25,63 +24,72 @@ constexpr int CONSUMERS = 2;  // warpgroups that compute; one more loads and add
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // starts all loads; the next ones add dQ
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-constexpr bool BY_ROLES = HEAD_DIM > 128;      // the consumers share their keys, not their work
-constexpr int CLUSTER = BY_ROLES ? 2 : 1;      // blocks that share the keys of a work
-constexpr int WORK_N = 128;                    // keys
-constexpr int BLOCK_N = WORK_N / CLUSTER;      // and a block's; a warpgroup computes for 64
-constexpr int BLOCK_M = 64;                    // queries of a tile
-constexpr int Q_STAGES = BY_ROLES ? 2 : 3;     // tiles of Q, of which S may be started early
-constexpr int DOUT_STAGES = BY_ROLES ? 1 : 2;  // of dO
-constexpr int DS_STAGES = 2;                   // of dS
-constexpr int PANEL = 64;                      // columns of a panel: 128 bytes, the swizzle's width
+constexpr int BLOCK_N = 64 * CONSUMERS;             // keys; a warpgroup computes for 64
+constexpr int BLOCK_M = HEAD_DIM <= 64 ? 128 : 64;  // queries of a tile
+constexpr int NUM_STAGES = 2;                       // tiles of Q and of dO in shared memory
+constexpr int DS_STAGES = 3;                        // of dS
+constexpr int PANEL = 64;  // columns of a panel: 128 bytes, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
-constexpr bool KV_IN_REGISTERS = HEAD_DIM <= 64;
-constexpr bool KEEPS_P = HEAD_DIM <= 96;        // in float, for dS; else there is no room for it
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 
-// Of dQ each warpgroup has half of the columns: a panel, or half of a single panel. In a cluster each
-// block has half of them, its first warpgroup one of the first two panels, its second one half of the
-// rest, in one panel.
-constexpr int DQ_COLUMNS = PANELS == 1 ? PANEL / 2 : PANEL;
-constexpr int REST_COLUMNS = DIM <= 160 ? 16 : DIM <= 192 ? 32 : 64;
+// Of dQ each warpgroup has 64 rows and a panel of columns: of 128 queries half, or half of the columns.
+constexpr bool DQ_BY_ROWS = BLOCK_M > 64;
+static_assert(DQ_BY_ROWS ? PANELS == 1 : PANELS == CONSUMERS);
 
 // Named barriers; 0 is that of __syncthreads. Those of dQ are warpgroup 0's; the others' follow.
 constexpr int CONSUMERS_BARRIER = 1;
 constexpr int DQ_FULL_BARRIER = 2;
 constexpr int DQ_EMPTY_BARRIER = DQ_FULL_BARRIER + CONSUMERS;
-constexpr int P_FULL_BARRIER = DQ_EMPTY_BARRIER + CONSUMERS;
+constexpr int TURN_BARRIER = DQ_EMPTY_BARRIER + CONSUMERS;
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
 
-// A tile of dQ lies in the order of the accumulators, in which four floats of all threads stand one
-// after another for each 8 columns.
-constexpr int DQ_TILES = BY_ROLES ? PANELS * PANEL / 8 : CONSUMERS * DQ_COLUMNS / 8;
-using DqTile = float[DQ_TILES][128][4];
-
-// What the consumers hand on, in the same order: dQ, to the warps that add it to its sum, or P, two
-// numbers in a float, from one consumer to the other.
-using Staging = float[BY_ROLES ? BLOCK_M / 16 : DQ_TILES][128][4];
+// A tile of dQ lies in the order of the accumulators: the part of each warpgroup, in which four floats
+// of all threads stand one after another for each 8 columns.
+using DqPart = float[PANEL / 8][128][4];
+using DqTile = DqPart[CONSUMERS];
 
 // Of a tile's queries: lse in units of log2, and delta.
 struct Rows {
     float lse[BLOCK_M], delta[BLOCK_M];
 };
 
+// What a block works on at a time: BLOCK_N keys, and the tiles of queries that see them, of each query
+// head of the keys' group. From the last tile on, each for all heads: so the blocks that have keys of
+// one head are at the same tile, whichever is their first, and L2 has it for all of them.
+struct Work {
+    int first_key, kv_head, batch;
+    int first_head, group;
+    int first_tile, end_tile;
+    int num_tiles;  // none: the block has no more works
+
+    // The tile of queries that is the work's n-th.
+    __device__ int tile(int n) const { return end_tile - 1 - n / group; }
+};
+
+// Of Rows, and of DqTile.
+__device__ int64_t tile_index(const BackwardParams& p, const Work& work, int head, int tile) {
+    return (int64_t(work.batch) * p.heads + head) * work.end_tile + tile;
+}
+
+// The transpose of dS.
+using DsTile = Element[BLOCK_M / PANEL][BLOCK_N][PANEL];
+
 struct alignas(SWIZZLE_128B_TILE) SharedMemory {
-    Tile<BLOCK_N> k, v;                                 // by roles in the end dK and dV
-    Element k_other[2][BY_ROLES ? BLOCK_N : 8][PANEL];  // of the other block, columns for dQ here
-    Tile<BLOCK_M> q[Q_STAGES];
-    Tile<BLOCK_M> dout[DOUT_STAGES];
-    Element ds[DS_STAGES][1][WORK_N][BLOCK_M];  // the transpose of dS: one panel; in the end dV
-    Staging staging;                            // in the end dK
-    Rows rows[DOUT_STAGES];                     // arrive with dO
-    Mbarrier k_full, v_full, q_full[Q_STAGES], dout_full[DOUT_STAGES];  // the tile has arrived
-    Mbarrier k_empty, v_empty;                            // every warp that has to has read it
-    Mbarrier q_empty[Q_STAGES], dout_empty[DOUT_STAGES];  // every consumer warp has read it
-    Mbarrier ds_full[DS_STAGES];                          // all of dS is there
-    Mbarrier ds_empty[DS_STAGES];                         // in a cluster: both blocks have read it
+    Tile<BLOCK_N> k, v;
+    Tile<BLOCK_M> q[NUM_STAGES];
+    Tile<BLOCK_M> dout[NUM_STAGES];
+    DsTile ds[DS_STAGES];   // in the end dV
+    DqTile staging;         // dQ, on its way to its sum; in the end dK
+    Rows rows[NUM_STAGES];  // arrive with Q
+    Mbarrier k_full, v_full, q_full[NUM_STAGES], dout_full[NUM_STAGES];  // the tile has arrived
+    Mbarrier k_empty, v_empty;                             // every consumer warp has read it
+    Mbarrier q_empty[NUM_STAGES], dout_empty[NUM_STAGES];  // every consumer warp has read it
+    Mbarrier ds_full[DS_STAGES];                           // all of dS is there
+    Work works[2];                                         // this one, and the next
+    Mbarrier work_full[2], work_empty[2];
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
 
@@ -115,12 +123,12 @@ __constant__ BackwardDescriptor launch_descriptor = {
                    .shape = {{BATCH, 1}, {HEADS, 1}, {SEQ_Q, BLOCK_M}}},
                   {.element_bytes = sizeof(DqTile) / BLOCK_M,
                    .shape = {{BATCH, 1}, {HEADS, 1}, {SEQ_Q, BLOCK_M}}},
-                  {.element_bytes = IS_FP16<Element> ? sizeof(float) : 0,  // of a tile: max |dO|
+                  {.element_bytes = sizeof(int) + (IS_FP16<Element> ? sizeof(float) : 0),
                    .shape = {{BATCH, 1}, {HEADS, 1}, {SEQ_Q, 1}}}},
-    .q_box = {BLOCK_M / CLUSTER, PANEL, SWIZZLE_128B},
+    .q_box = {BLOCK_M, PANEL, SWIZZLE_128B},
     .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
     .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
-    .dout_box = {BLOCK_M / CLUSTER, PANEL, SWIZZLE_128B},
+    .dout_box = {BLOCK_M, PANEL, SWIZZLE_128B},
     .dq_box = {BLOCK_M, PANEL, SWIZZLE_128B},
     .dk_box = {16, PANEL, SWIZZLE_128B},
     .dv_box = {16, PANEL, SWIZZLE_128B},
@@ -135,20 +143,6 @@ __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int h
 #pragma unroll
     for (int panel = 0; panel < PANELS; ++panel)
         cp_async_bulk_tensor_load(tile[panel][0], map, PANEL * panel, row, head, batch, full);
-}
-
-// The same of Q or dO. In a cluster each block loads half of the rows, into both.
-__device__ void load_queries(Tile<BLOCK_M>& tile, const TensorMap& map, int row, int head,
-                             int batch, Mbarrier& full) {
-    if (CLUSTER == 1) {
-        load_tile(tile, map, row, head, batch, full);
-        return;
-    }
-    const int half = cluster_rank() * (BLOCK_M / CLUSTER);
-#pragma unroll
-    for (int panel = 0; panel < PANELS; ++panel)
-        cp_async_bulk_tensor_load_multicast(tile[panel][half], map, PANEL * panel, row + half, head,
-                                            batch, full, 0b11);
 }
 
 // Describes the columns d ... d + 15 of a tile, its rows from `row` on.
@@ -179,20 +173,6 @@ __device__ void convert(uint32_t (&frag)[STEPS][4], const float (&acc)[2 * STEPS
         for (int i = 0; i < 4; ++i) {
             const float* x = &acc[2 * j + i / 2][2 * (i % 2)];
             frag[j][i] = cvt_rn_x2<Element>(x[0], x[1]);
-        }
-}
-
-// The opposite, which loses nothing.
-template <int STEPS>
-__device__ void unpack(float (&acc)[2 * STEPS][4], const uint32_t (&frag)[STEPS][4]) {
-#pragma unroll
-    for (int j = 0; j < STEPS; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            Element x[2];
-            memcpy(x, &frag[j][i], sizeof(x));
-            acc[2 * j + i / 2][2 * (i % 2)] = to_float(x[0]);
-            acc[2 * j + i / 2][2 * (i % 2) + 1] = to_float(x[1]);
         }
 }
 
@@ -229,17 +209,7 @@ __device__ void write(const TensorMap& map, int first_row, int head, int batch, 
     }
 }
 
-// frag = panels[row + r], of a warp's 16 rows, as wgmma's operand A
-template <int ROWS, int STEPS>
-__device__ void load_rows(uint32_t (&frag)[STEPS][4], Tile<ROWS>& tile, int row) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int j = 0; j < STEPS; ++j)
-        ldmatrix_x4(frag[j], swizzled(tile, row + lane % 16, 16 * j + lane / 16 * 8));
-}
-
-// Starts acc = A B^T  [64, BLOCK_M], where A are rows of K or V: those of the tile from `row` on, or
-// those that load_rows has put into registers.
+// Starts acc = A B^T  [64, BLOCK_M], with the 64 rows of A from `row` on.
 __device__ void multiply(float (&acc)[BLOCK_M / 8][4], const Tile<BLOCK_N>& a, int row,
                          const Tile<BLOCK_M>& b) {
     wgmma_fence(acc);
@@ -247,14 +217,6 @@ __device__ void multiply(float (&acc)[BLOCK_M / 8][4], const Tile<BLOCK_N>& a, i
     for (int d = 0; d < HEAD_DIM; d += 16)
         wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(acc, k_major<BLOCK_N>(a, row, d),
                                                   k_major<BLOCK_M>(b, 0, d), d > 0);
-    wgmma_commit_group();
-}
-__device__ void multiply(float (&acc)[BLOCK_M / 8][4], uint32_t (&a)[DIM / 16][4],
-                         const Tile<BLOCK_M>& b) {
-    wgmma_fence(acc, a);
-#pragma unroll
-    for (int d = 0; d < HEAD_DIM; d += 16)
-        wgmma_m64nNk16<Element, K_MAJOR>(acc, a[d / 16], k_major<BLOCK_M>(b, 0, d), d > 0);
     wgmma_commit_group();
 }
 
@@ -268,34 +230,23 @@ __device__ void multiply_add(float (&acc)[DIM / 8][4], uint32_t (&a)[BLOCK_M / 1
     wgmma_commit_group();
 }
 
-// Starts dq_acc = dS K, the 8 TILES columns from `column` on.
-template <int TILES>
-__device__ void multiply_dq(float (&dq_acc)[TILES][4], const Element (&ds)[1][WORK_N][BLOCK_M],
-                            const Tile<BLOCK_N>& k, int column) {
+// Starts dq_acc = dS K, the warpgroup's part  [64, PANEL]
+__device__ void multiply_dq(float (&dq_acc)[PANEL / 8][4], const DsTile& ds, const Tile<BLOCK_N>& k,
+                            int warpgroup) {
+    const int row = DQ_BY_ROWS ? 64 * warpgroup : 0, column = DQ_BY_ROWS ? 0 : PANEL * warpgroup;
     wgmma_fence(dq_acc);
 #pragma unroll
     for (int j = 0; j < BLOCK_N; j += 16)
-        wgmma_m64nNk16<Element, MN_MAJOR, MN_MAJOR>(dq_acc, mn_major(ds, j, 0),
+        wgmma_m64nNk16<Element, MN_MAJOR, MN_MAJOR>(dq_acc, mn_major(ds, j, row),
                                                     mn_major(k, j, column), j > 0);
     wgmma_commit_group();
 }
 
-// The same over the keys of both blocks of a cluster. The other block's K has its columns in a panel
-// of k_other.
-template <int TILES>
-__device__ void multiply_dq_of_both(float (&dq_acc)[TILES][4], const SharedMemory& smem, int stage,
-                                    int column, int panel) {
-    const int rank = cluster_rank();
-    wgmma_fence(dq_acc);
-#pragma unroll
-    for (int j = 0; j < WORK_N; j += 16) {
-        const uint64_t k = j / BLOCK_N == rank ? mn_major(smem.k, j % BLOCK_N, column)
-                                               : mn_major(smem.k_other, j % BLOCK_N,
-                                                          PANEL * panel + column % PANEL);
-        wgmma_m64nNk16<Element, MN_MAJOR, MN_MAJOR>(dq_acc, mn_major(smem.ds[stage], j, 0), k,
-                                                    j > 0);
-    }
-    wgmma_commit_group();
+// Workspace 2: the number of works that blocks have taken after their first ones, and of each tile of
+// queries, in fp16, the largest |dO|.
+__device__ int* works_taken(const BackwardParams& p) { return static_cast<int*>(p.workspace[2]); }
+__device__ float* largest_of_tiles(const BackwardParams& p) {
+    return static_cast<float*>(p.workspace[2]) + 1;
 }
 
 // The maximum of x over the warp, known to all its lanes.
@@ -328,6 +279,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     const Element* o = p.o + batch * p.o_stride.batch + head * p.o_stride.head;
     const Element* dout = p.dout + batch * p.dout_stride.batch + head * p.dout_stride.head;
     Rows& rows = static_cast<Rows*>(p.workspace[0])[blockIdx.x];
+
+    if (blockIdx.x == 0 && threadIdx.x == 0) *works_taken(p) = 0;
 
     float largest = 0.0f;
     for (int r = threadIdx.x / LANES; r < BLOCK_M; r += ROW_THREADS / LANES) {
@@ -365,60 +318,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
         __syncthreads();  // every warp's part is there
         for (float of_warp : of_warps) largest = fmaxf(largest, of_warp);
-        if (threadIdx.x == 0) static_cast<float*>(p.workspace[2])[blockIdx.x] = largest;
+        if (threadIdx.x == 0) largest_of_tiles(p)[blockIdx.x] = largest;
     }
-}
-
-// Rows of Q, dO and dQ, in 32 MB.
-constexpr int SECTION_ROWS = (32 << 20) / (HEAD_DIM * (2 * sizeof(Element) + sizeof(float)));
-
-// What a block, or a cluster, works on at a time: WORK_N keys, and the tiles of queries that see
-// them, of each query head of the keys' group.
-struct Work {
-    int first_key, kv_head, batch;
-    int first_head, end_head;
-    int first_tile, end_tile;
-    int num_tiles;
-
-    // Work n of the launch. The works of a few heads, whose Q, dO and dQ stay in L2, come one after
-    // another, and of these those of the first keys first: with a mask they are the longest.
-    __device__ Work(const BackwardParams& p, int n) {
-        const int k_blocks = (p.seq_k + WORK_N - 1) / WORK_N, group = p.heads / p.kv_heads;
-        const int all_heads = p.batch * p.kv_heads;
-        const int section_heads = min(max(1, SECTION_ROWS / (group * p.seq_q)), all_heads);
-        const int section = n / (section_heads * k_blocks);
-        const int place = n % (section_heads * k_blocks);
-        const int heads = min(section_heads, all_heads - section * section_heads);
-        const int head = section * section_heads + place % heads;
-        first_key = place / heads * WORK_N;
-        kv_head = head % p.kv_heads;
-        batch = head / p.kv_heads;
-        first_head = kv_head * group;
-        end_head = first_head + group;
-        // Causal: key j is seen by the queries i >= j + seq_q - seq_k.
-        first_tile = CAUSAL ? max(0, first_key + p.seq_q - p.seq_k) / BLOCK_M : 0;
-        end_tile = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
-        num_tiles = group * (end_tile - first_tile);
-    }
-
-    // The first key of the block with this rank.
-    __device__ int first_key_of(int rank) const { return first_key + BLOCK_N * rank; }
-
-    // Of Rows, and of DqTile.
-    __device__ int64_t tile_index(const BackwardParams& p, int head, int tile) const {
-        return (int64_t(batch) * p.heads + head) * end_tile + tile;
-    }
-};
-
-// The number of this block's, or cluster's, work of a round. Every other round goes backwards, so that
-// who had the longest work of a round has the shortest one of the next.
-__device__ int work_number(int round) {
-    const int workers = gridDim.x / CLUSTER, worker = blockIdx.x / CLUSTER;
-    return round * workers + (round % 2 ? workers - 1 - worker : worker);
-}
-
-__device__ int num_works(const BackwardParams& p) {
-    return (p.seq_k + WORK_N - 1) / WORK_N * p.kv_heads * p.batch;
 }
 
 // A stage's barriers complete one phase per tile. Phase -1 counts as completed from the beginning: a
@@ -437,93 +338,109 @@ __device__ void release(Mbarrier& empty) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 
-// The same for what both blocks of a cluster fill.
-__device__ void release_in_both(Mbarrier& empty) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-        mbarrier_arrive(empty);
-        mbarrier_arrive_cluster_relaxed(empty, cluster_rank() ^ 1);
-    }
+// Rows of Q, dO and dQ, in 32 MB.
+constexpr int SECTION_ROWS = (32 << 20) / (HEAD_DIM * (2 * sizeof(Element) + sizeof(float)));
+
+// Work n of the launch. The works of a few heads, whose Q, dO and dQ stay in L2, come one after
+// another, and of these those of the first keys first: with a mask they are the longest.
+__device__ Work make_work(const BackwardParams& p, int n) {
+    const int k_blocks = (p.seq_k + BLOCK_N - 1) / BLOCK_N;
+    const int all_heads = p.batch * p.kv_heads;
+    if (n >= all_heads * k_blocks) return {};
+    const int section_heads = min(max(1, SECTION_ROWS / p.seq_q), all_heads);
+    const int section = n / (section_heads * k_blocks);
+    const int place = n % (section_heads * k_blocks);
+    const int heads = min(section_heads, all_heads - section * section_heads);
+    const int head = section * section_heads + place % heads;
+    Work work;
+    work.first_key = place / heads * BLOCK_N;
+    work.kv_head = head % p.kv_heads;
+    work.batch = head / p.kv_heads;
+    work.group = p.heads / p.kv_heads;
+    work.first_head = work.kv_head * work.group;
+    // Causal: key j is seen by the queries i >= j + seq_q - seq_k.
+    work.first_tile = CAUSAL ? max(0, work.first_key + p.seq_q - p.seq_k) / BLOCK_M : 0;
+    work.end_tile = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
+    work.num_tiles = work.group * (work.end_tile - work.first_tile);
+    return work;
 }
 
-// The first column of dQ, of those that this warpgroup of the block with this rank computes.
-__device__ int dq_column(int warpgroup, int rank) {
-    return warpgroup == 0 ? DQ_COLUMNS * rank : 2 * PANEL + REST_COLUMNS * rank;
+// By all lanes of a warp: the block's work of a round, which is there until release_work.
+__device__ const Work& wait_for_work(SharedMemory& smem, int round) {
+    wait_for(smem.work_full[round % 2], round / 2);
+    return smem.works[round % 2];
 }
+__device__ void release_work(SharedMemory& smem, int round) { release(smem.work_empty[round % 2]); }
 
 // ---- load K and V, and the tiles
 __device__ void load(const BackwardParams& p, SharedMemory& smem) {
-    const Rows* all_rows = static_cast<const Rows*>(p.workspace[0]);
-    const int rank = BY_ROLES ? cluster_rank() : 0;
-    int i = 0;  // tiles of all works so far
-    for (int round = 0; work_number(round) < num_works(p); ++round) {
-        const Work work(p, work_number(round));
-        const int first_key = work.first_key_of(rank);
-        for (int head = work.first_head; head < work.end_head; ++head)
-            for (int tile = work.first_tile; tile < work.end_tile; ++tile, ++i) {
-                const int stage = i % DOUT_STAGES, q_stage = i % Q_STAGES, q_start = tile * BLOCK_M;
-                const bool is_first = head == work.first_head && tile == work.first_tile;
-                wait_for(smem.q_empty[q_stage], i / Q_STAGES - 1);
-                mbarrier_arrive_expect_tx(smem.q_full[q_stage], sizeof(smem.q[0]));
-                load_queries(smem.q[q_stage], p.q_map, q_start, head, work.batch,
-                             smem.q_full[q_stage]);
-                if (is_first) {  // V before K, which is read for longer in the work before
-                    wait_for(smem.v_empty, round - 1);
-                    mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
-                    load_tile(smem.v, p.v_map, first_key, work.kv_head, work.batch, smem.v_full);
-                }
-                wait_for(smem.dout_empty[stage], i / DOUT_STAGES - 1);
-                Mbarrier& dout_full = smem.dout_full[stage];
-                mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(Rows));
-                load_queries(smem.dout[stage], p.dout_map, q_start, head, work.batch, dout_full);
+    int i = 0;           // tiles of all works so far
+    int n = blockIdx.x;  // the block's first work; then, whichever is next when it gets there
+    for (int round = 0;; ++round, n = gridDim.x + take_ticket(works_taken(p))) {
+        Work& work = smem.works[round % 2];
+        wait_for(smem.work_empty[round % 2], round / 2 - 1);
+        work = make_work(p, n);
+        mbarrier_arrive(smem.work_full[round % 2]);
+        if (work.num_tiles == 0) return;
+        bool is_first = true;
+        for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile)
+            for (int head = work.first_head; head < work.first_head + work.group; ++head, ++i) {
+                const int stage = i % NUM_STAGES;
                 if (is_first) {
                     wait_for(smem.k_empty, round - 1);
-                    mbarrier_arrive_expect_tx(
-                        smem.k_full, sizeof(smem.k) + (BY_ROLES ? sizeof(smem.k_other) : 0));
-                    load_tile(smem.k, p.k_map, first_key, work.kv_head, work.batch, smem.k_full);
-                    if (BY_ROLES)
-#pragma unroll
-                        for (int panel = 0; panel < 2; ++panel)
-                            cp_async_bulk_tensor_load(smem.k_other[panel][0], p.k_map,
-                                                      dq_column(panel, rank) / PANEL * PANEL,
-                                                      work.first_key_of(rank ^ 1), work.kv_head,
-                                                      work.batch, smem.k_full);
+                    mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
+                    load_tile(smem.k, p.k_map, work.first_key, work.kv_head, work.batch,
+                              smem.k_full);
                 }
+                Mbarrier& q_full = smem.q_full[stage];
+                wait_for(smem.q_empty[stage], i / NUM_STAGES - 1);
+                mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(Rows));
+                load_tile(smem.q[stage], p.q_map, tile * BLOCK_M, head, work.batch, q_full);
                 if (i == 0) griddepcontrol_wait();  // attention_delta has written all rows
-                cp_async_bulk_load(&smem.rows[stage], all_rows + work.tile_index(p, head, tile),
-                                   sizeof(Rows), dout_full);
+                const Rows* rows = static_cast<const Rows*>(p.workspace[0]);
+                cp_async_bulk_load(&smem.rows[stage], rows + tile_index(p, work, head, tile),
+                                   sizeof(Rows), q_full);
+                if (is_first) {
+                    wait_for(smem.v_empty, round - 1);
+                    mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
+                    load_tile(smem.v, p.v_map, work.first_key, work.kv_head, work.batch,
+                              smem.v_full);
+                    is_first = false;
+                }
+                wait_for(smem.dout_empty[stage], i / NUM_STAGES - 1);
+                mbarrier_arrive_expect_tx(smem.dout_full[stage], sizeof(smem.dout[0]));
+                load_tile(smem.dout[stage], p.dout_map, tile * BLOCK_M, head, work.batch,
+                          smem.dout_full[stage]);
             }
     }
 }
 
 // ---- dQ joins the sum over all keys: a warp for each warpgroup, whose part it adds
 __device__ void add_dq(const BackwardParams& p, SharedMemory& smem, int warpgroup) {
-    constexpr int TILES = DQ_COLUMNS / 8;
-    for (int round = 0; work_number(round) < num_works(p); ++round) {
-        const Work work(p, work_number(round));
-        for (int head = work.first_head; head < work.end_head; ++head)
-            for (int tile = work.first_tile; tile < work.end_tile; ++tile) {
+    for (int round = 0;; ++round) {
+        const Work& work = wait_for_work(smem, round);
+        if (work.num_tiles == 0) return;
+        for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile)
+            for (int head = work.first_head; head < work.first_head + work.group; ++head) {
                 bar_sync(DQ_FULL_BARRIER + warpgroup, 160);
                 if (threadIdx.x % 32 == 0) {
-                    DqTile& sums =
-                        static_cast<DqTile*>(p.workspace[1])[work.tile_index(p, head, tile)];
-                    cp_reduce_async_bulk_add(sums[TILES * warpgroup][0],
-                                             smem.staging[TILES * warpgroup][0],
-                                             TILES * sizeof(sums[0]));
+                    DqTile* sums = static_cast<DqTile*>(p.workspace[1]);
+                    cp_reduce_async_bulk_add(sums[tile_index(p, work, head, tile)][warpgroup][0][0],
+                                             smem.staging[warpgroup][0][0], sizeof(DqPart));
                     cp_async_bulk_commit_group();
                     cp_async_bulk_wait_group_read<0>();
                 }
                 __syncwarp();
                 bar_arrive(DQ_EMPTY_BARRIER + warpgroup, 160);
             }
+        release_work(smem, round);
     }
 }
 
 // What dS of a work is multiplied by.
 __device__ float factor_of(const BackwardParams& p, const Work& work) {
-    const float* largest = static_cast<const float*>(p.workspace[2]);
-    return ds_factor(largest + work.tile_index(p, work.first_head, 0),
-                     (work.end_head - work.first_head) * work.end_tile);
+    return ds_factor(largest_of_tiles(p) + tile_index(p, work, work.first_head, 0),
+                     work.group * work.end_tile);
 }
 
 // A lane's s[n][2 r + i], with r and i 0 or 1, is the element of S^T in row 8 r + lane / 4 of its
@@ -568,121 +485,108 @@ __device__ void scores_gradient(float (&dp)[BLOCK_M / 8][4], const float (&prob)
         }
 }
 
-// head_dim up to 128: all five products of the warpgroup's 64 keys
+// ---- all five products of the warpgroup's 64 keys
 __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
     const int warpgroup = warp / 4, lane = threadIdx.x % 32;
     const int group_row = 64 * warpgroup;  // the warpgroup's first key in the block
     const int warp_row = 16 * warp;        // and the warp's
-    float (&dq_staging)[DQ_COLUMNS / 8][128][4] =
-        reinterpret_cast<float (&)[DQ_COLUMNS / 8][128][4]>(
-            smem.staging[DQ_COLUMNS / 8 * warpgroup]);
+    DqPart& dq_staging = smem.staging[warpgroup];
     Tile<64>& dk_staging = reinterpret_cast<Tile<64>&>(dq_staging);
     Tile<64>& dv_staging = reinterpret_cast<Tile<64>*>(smem.ds)[warpgroup];
 
+    // Ping-pong scheduling: the warpgroups start their products in turn, so that the products of one
+    // run while the other one computes P and dS. Nobody takes the last turn.
+    const auto wait_for_turn = [&] { bar_sync(TURN_BARRIER + warpgroup, 128 * CONSUMERS); };
+    const auto pass_turn = [&] { bar_arrive(TURN_BARRIER + 1 - warpgroup, 128 * CONSUMERS); };
+    if (warpgroup == 1) pass_turn();  // the first turn is warpgroup 0's
+
     int i = 0;  // tiles of all works so far
-    for (int round = 0; work_number(round) < num_works(p); ++round) {
-        const Work work(p, work_number(round));
+    for (int round = 0;; ++round) {
+        const Work& work = wait_for_work(smem, round);
+        if (work.num_tiles == 0) break;
         const float factor = factor_of(p, work), unscale = 1.0f / factor;
         const int first_key = work.first_key + warp_row;
         float dk_acc[DIM / 8][4] = {}, dv_acc[DIM / 8][4] = {};
-        float s_acc[BLOCK_M / 8][4];
-        uint32_t k_frag[DIM / 16][4], v_frag[DIM / 16][4];  // [16, 16] each, of the warp's keys
+        float dq_acc[PANEL / 8][4];
 
-        // Starts S^T = K Q^T  [BLOCK_N, BLOCK_M], [64, BLOCK_M] in each warpgroup
-        const auto start_s = [&](int i) {
-            const int q_stage = i % Q_STAGES;
-            wait_for(smem.q_full[q_stage], i / Q_STAGES);
-            if (KV_IN_REGISTERS)
-                multiply(s_acc, k_frag, smem.q[q_stage]);
-            else
-                multiply(s_acc, smem.k, group_row, smem.q[q_stage]);
+        // Starts dQ = dS K of tile i  [BLOCK_M, HEAD_DIM], a part in each warpgroup
+        const auto start_dq = [&](int i) {
+            wait_for(smem.ds_full[i % DS_STAGES], i / DS_STAGES);
+            multiply_dq(dq_acc, smem.ds[i % DS_STAGES], smem.k, warpgroup);
         };
-
-        // One Q/dO tile, of which S is there. Starts S of the next one, unless it is the work's last.
-        const auto tile_step = [&](int tile, bool is_first, auto last) {
-            constexpr bool IS_LAST = decltype(last)::value;
-            const int stage = i % DOUT_STAGES, q_stage = i % Q_STAGES, ds_stage = i % DS_STAGES;
-
-            // ---- dP^T = V dO^T  [BLOCK_N, BLOCK_M], [64, BLOCK_M] in each warpgroup
-            float dp_acc[BLOCK_M / 8][4];
-            wait_for(smem.dout_full[stage], i / DOUT_STAGES);
-            if (KV_IN_REGISTERS)
-                multiply(dp_acc, v_frag, smem.dout[stage]);
-            else
-                multiply(dp_acc, smem.v, group_row, smem.dout[stage]);
-
-            // ---- P = 2^(S - lse), while dP runs
-            uint32_t p_frag[BLOCK_M / 16][4], ds_frag[BLOCK_M / 16][4];
-            exponentials(s_acc, p, smem.rows[stage], first_key, tile * BLOCK_M);
-            convert(p_frag, s_acc);
-
-            // ---- dV += P^T dO  [BLOCK_N, HEAD_DIM], [64, DIM] in each warpgroup
-            multiply_add(dv_acc, p_frag, smem.dout[stage]);
-
-            // ---- dS = P * (dP - delta), while dV runs
-            wgmma_wait_group<1>(dp_acc);
-            if (IS_LAST && !KV_IN_REGISTERS) release(smem.v_empty);
-            if (!KEEPS_P) unpack(s_acc, p_frag);
-            scores_gradient(dp_acc, s_acc, smem.rows[stage], factor);
-            convert(ds_frag, dp_acc);
-            if (is_first && round > 0) {
-                if (lane == 0) cp_async_bulk_wait_group_read<0>();
-                bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // dK and dV have left their places
-            }
-            store_rows(smem.ds[ds_stage], warp_row, 0, ds_frag);
-            fence_proxy_async();  // by each writer of dS
-            release(smem.ds_full[ds_stage]);
-
-            // ---- dK += dS^T Q  [BLOCK_N, HEAD_DIM], [64, DIM] in each warpgroup
-            multiply_add(dk_acc, ds_frag, smem.q[q_stage]);
-            wgmma_wait_group<1>(dv_acc, p_frag);
-            release(smem.dout_empty[stage]);
-
-            // ---- dQ = dS K of these keys  [BLOCK_M, HEAD_DIM], [64, DQ_COLUMNS] in each warpgroup
-            float dq_acc[DQ_COLUMNS / 8][4];
-            wait_for(smem.ds_full[ds_stage], i / DS_STAGES);
-            multiply_dq(dq_acc, smem.ds[ds_stage], smem.k, DQ_COLUMNS * warpgroup);
-            if constexpr (IS_LAST) {
-                wgmma_wait_group<0>(dk_acc, dq_acc, ds_frag);
-                release(smem.k_empty);
-            } else {
-                start_s(i + 1);
-                wgmma_wait_group<1>(dk_acc, dq_acc, ds_frag);
-            }
-            release(smem.q_empty[q_stage]);
-
-            // ---- dQ to the warp that adds it, while S of the next tile runs
-            if (!is_first) bar_sync(DQ_EMPTY_BARRIER + warpgroup, 160);  // dQ's place is free
+        // dQ of the work's tile n, to the warp that adds it
+        const auto store_dq = [&](int n) {
+            if (n > 0) bar_sync(DQ_EMPTY_BARRIER + warpgroup, 160);  // dQ's place is free
 #pragma unroll
-            for (int n = 0; n < DQ_COLUMNS / 8; ++n) {
-                const float* x = dq_acc[n];
+            for (int j = 0; j < PANEL / 8; ++j) {
+                const float* x = dq_acc[j];
                 store_float4(
-                    dq_staging[n][threadIdx.x % 128],
+                    dq_staging[j][threadIdx.x % 128],
                     make_float4(x[0] * unscale, x[1] * unscale, x[2] * unscale, x[3] * unscale));
             }
             fence_proxy_async();                           // by each writer of dQ
             bar_arrive(DQ_FULL_BARRIER + warpgroup, 160);  // dQ is complete
-            if constexpr (!IS_LAST) wgmma_wait_group<0>(s_acc);
+        };
+
+        // The work's tile n; dQ of the one before, whose dS is there from both warpgroups
+        const auto tile_step = [&](int n, auto first) {
+            constexpr bool IS_FIRST = decltype(first)::value;
+            const int stage = i % NUM_STAGES;
+
+            // ---- S^T = K Q^T, dP^T = V dO^T  [BLOCK_N, BLOCK_M], [64, BLOCK_M] in each warpgroup
+            float s_acc[BLOCK_M / 8][4], dp_acc[BLOCK_M / 8][4];
+            wait_for(smem.q_full[stage], i / NUM_STAGES);
+            // From the shuffle for each tile: kept over the works, it leaves the uniform registers.
+            const int group_row = 64 * (warp_number() / 4);
+            multiply(s_acc, smem.k, group_row, smem.q[stage]);
+            wait_for(smem.dout_full[stage], i / NUM_STAGES);
+            multiply(dp_acc, smem.v, group_row, smem.dout[stage]);
+            pass_turn();
+
+            // ---- P = 2^(S - lse), dS = P * (dP - delta)
+            uint32_t p_frag[BLOCK_M / 16][4], ds_frag[BLOCK_M / 16][4];
+            wgmma_wait_group<1>(s_acc);
+            exponentials(s_acc, p, smem.rows[stage], first_key, work.tile(n) * BLOCK_M);
+            convert(p_frag, s_acc);
+            wgmma_wait_group<0>(dp_acc);
+            scores_gradient(dp_acc, s_acc, smem.rows[stage], factor);
+            convert(ds_frag, dp_acc);
+            if (IS_FIRST && round > 0) {
+                if (lane == 0) cp_async_bulk_wait_group_read<0>();
+                bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // dK and dV have left their places
+            }
+            store_rows(smem.ds[i % DS_STAGES], warp_row, 0, ds_frag);
+            fence_proxy_async();  // by each writer of dS
+            release(smem.ds_full[i % DS_STAGES]);
+
+            // ---- dV += P^T dO, dK += dS^T Q  [BLOCK_N, HEAD_DIM], [64, DIM] in each warpgroup
+            wait_for_turn();
+            multiply_add(dv_acc, p_frag, smem.dout[stage]);
+            if constexpr (!IS_FIRST) start_dq(i - 1);
+            wgmma_wait_group<IS_FIRST ? 0 : 1>(dv_acc, p_frag);
+            release(smem.dout_empty[stage]);
+            multiply_add(dk_acc, ds_frag, smem.q[stage]);
+            if constexpr (!IS_FIRST) {
+                wgmma_wait_group<1>(dq_acc);
+                store_dq(n - 1);
+            }
+            wgmma_wait_group<0>(dk_acc, ds_frag);
+            release(smem.q_empty[stage]);
             ++i;
         };
 
-        wait_for(smem.k_full, round);
-        if (KV_IN_REGISTERS) load_rows(k_frag, smem.k, warp_row);
-        start_s(i);
-        wgmma_wait_group<0>(s_acc);
-        wait_for(smem.v_full, round);
-        if (KV_IN_REGISTERS) {
-            load_rows(v_frag, smem.v, warp_row);
-            release(smem.v_empty);
-        }
-
         // ---- for each Q/dO tile of each head of the group
-        int tile = work.first_tile;
-        for (int n = 1; n < work.num_tiles; ++n) {
-            tile_step(tile, n == 1, std::false_type());
-            if (++tile == work.end_tile) tile = work.first_tile;
-        }
-        tile_step(tile, work.num_tiles == 1, std::true_type());
+        wait_for(smem.k_full, round);
+        wait_for(smem.v_full, round);
+        wait_for_turn();
+        tile_step(0, std::true_type());
+        for (int n = 1; n < work.num_tiles; ++n) tile_step(n, std::false_type());
+        release(smem.v_empty);
+        start_dq(i - 1);
+        pass_turn();
+        wgmma_wait_group<0>(dq_acc);
+        release(smem.k_empty);
+        store_dq(work.num_tiles - 1);
 
         // ---- write dK and dV, in the places of dQ and dS, while the next K and V arrive
         bar_sync(DQ_EMPTY_BARRIER + warpgroup, 160);  // the last dQ has left
@@ -691,192 +595,14 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
         bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // all products have read dS
         write(p.dv_map, first_key, work.kv_head, work.batch, dv_staging, warp_row - group_row,
               dv_acc, 1.0f);
+        release_work(smem, round);
     }
     if (lane == 0) cp_async_bulk_wait_group_read<0>();
 }
 
-// The 8 TILES columns of dQ from `column` on join the sum over all keys, from registers: beside the
-// tiles of a large head_dim there is no place for dQ in shared memory.
-template <int TILES>
-__device__ void add_from_registers(DqTile& sums, int column, const float (&dq_acc)[TILES][4],
-                                   float unscale) {
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-        const float* x = dq_acc[n];
-        red_add_v4(sums[column / 8 + n][threadIdx.x % 128],
-                   make_float4(x[0] * unscale, x[1] * unscale, x[2] * unscale, x[3] * unscale));
-    }
-}
-
-// head_dim over 128, the first consumer: P, dV and its part of dQ
-__device__ void compute_dv(const BackwardParams& p, SharedMemory& smem, int warp) {
-    const int warp_row = 16 * warp, rank = cluster_rank();
-    const int column = dq_column(0, rank);
-    int i = 0;  // tiles of all works so far
-    for (int round = 0; work_number(round) < num_works(p); ++round) {
-        const Work work(p, work_number(round));
-        const float unscale = 1.0f / factor_of(p, work);
-        const int first_key = work.first_key_of(rank) + warp_row;
-        float dv_acc[DIM / 8][4] = {}, s_acc[BLOCK_M / 8][4];
-
-        // Starts S^T = K Q^T  [BLOCK_N, BLOCK_M]
-        const auto start_s = [&](int i) {
-            wait_for(smem.q_full[i % Q_STAGES], i / Q_STAGES);
-            multiply(s_acc, smem.k, 0, smem.q[i % Q_STAGES]);
-        };
-
-        // One Q/dO tile, of which S is there. Starts S of the next one, unless it is the work's last.
-        const auto tile_step = [&](int tile, int index, auto last) {
-            constexpr bool IS_LAST = decltype(last)::value;
-            const int stage = i % DOUT_STAGES, ds_stage = i % DS_STAGES;
-
-            // ---- P = 2^(S - lse), to the other consumer
-            uint32_t p_frag[BLOCK_M / 16][4];
-            wait_for(smem.dout_full[stage], i / DOUT_STAGES);
-            exponentials(s_acc, p, smem.rows[stage], first_key, tile * BLOCK_M);
-            convert(p_frag, s_acc);
-#pragma unroll
-            for (int j = 0; j < BLOCK_M / 16; ++j) {
-                const uint32_t* x = p_frag[j];
-                store_float4(smem.staging[j][threadIdx.x],
-                             make_float4(__int_as_float(x[0]), __int_as_float(x[1]),
-                                         __int_as_float(x[2]), __int_as_float(x[3])));
-            }
-            bar_arrive(P_FULL_BARRIER, 128 * CONSUMERS);  // P is complete
-
-            // ---- dV += P^T dO  [BLOCK_N, HEAD_DIM]
-            multiply_add(dv_acc, p_frag, smem.dout[stage]);
-            if constexpr (!IS_LAST) start_s(i + 1);
-
-            // ---- dQ = dS K of both blocks' keys  [BLOCK_M, DQ_COLUMNS]
-            wait_for(smem.ds_full[ds_stage], i / DS_STAGES);  // so P has been read, too
-            wgmma_wait_group<IS_LAST ? 0 : 1>(dv_acc, p_frag);
-            release_in_both(smem.dout_empty[stage]);
-            float dq_acc[DQ_COLUMNS / 8][4];
-            multiply_dq_of_both(dq_acc, smem, ds_stage, column, 0);
-            if constexpr (!IS_LAST) {
-                wgmma_wait_group<1>(s_acc);
-                release_in_both(smem.q_empty[(i + 1) % Q_STAGES]);
-            }
-            wgmma_wait_group<0>(dq_acc);
-            release_in_both(smem.ds_empty[ds_stage]);
-            DqTile* sums = static_cast<DqTile*>(p.workspace[1]);
-            add_from_registers(sums[index], column, dq_acc, unscale);
-            ++i;
-        };
-
-        wait_for(smem.k_full, round);
-        start_s(i);
-        wgmma_wait_group<0>(s_acc);
-        release_in_both(smem.q_empty[i % Q_STAGES]);
-
-        // ---- for each Q/dO tile of each head of the group
-        int tile = work.first_tile;
-        int index = work.tile_index(p, work.first_head, tile);
-        for (const int last = i + work.num_tiles - 1; i < last; ++index) {
-            tile_step(tile, index, std::false_type());
-            if (++tile == work.end_tile) tile = work.first_tile, index += tile;  // the next head
-        }
-        tile_step(tile, index, std::true_type());
-
-        // ---- write dV, in the place of V
-        bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // all products have read K and V
-        // Found anew: the addresses that follow from it are not worth registers all along.
-        const int own_row = 16 * warp_number();
-        write(p.dv_map, first_key, work.kv_head, work.batch, smem.v, own_row, dv_acc, 1.0f);
-        if (threadIdx.x % 32 == 0) cp_async_bulk_wait_group_read<0>();
-        release(smem.v_empty);
-    }
-}
-
-// head_dim over 128, the second consumer: dS, dK and its part of dQ
-__device__ void compute_dk(const BackwardParams& p, SharedMemory& smem, int warp) {
-    const int warp_row = 16 * (warp - 4), rank = cluster_rank();
-    const int ds_row = BLOCK_N * rank + warp_row;  // of both blocks' keys
-    const int column = dq_column(1, rank);
-    int i = 0;  // tiles of all works so far
-    for (int round = 0; work_number(round) < num_works(p); ++round) {
-        const Work work(p, work_number(round));
-        const float factor = factor_of(p, work), unscale = 1.0f / factor;
-        float dk_acc[DIM / 8][4] = {};
-        wait_for(smem.k_full, round);
-        wait_for(smem.v_full, round);
-
-        for (int head = work.first_head; head < work.end_head; ++head)
-            for (int tile = work.first_tile; tile < work.end_tile; ++tile, ++i) {
-                const int stage = i % DOUT_STAGES, q_stage = i % Q_STAGES, ds_stage = i % DS_STAGES;
-
-                // ---- dP^T = V dO^T  [BLOCK_N, BLOCK_M]
-                float dp_acc[BLOCK_M / 8][4], prob[BLOCK_M / 8][4];
-                wait_for(smem.dout_full[stage], i / DOUT_STAGES);
-                multiply(dp_acc, smem.v, 0, smem.dout[stage]);
-                wgmma_wait_group<0>(dp_acc);
-
-                // ---- dS = P * (dP - delta), with the other consumer's P
-                uint32_t ds_frag[BLOCK_M / 16][4];
-                bar_sync(P_FULL_BARRIER, 128 * CONSUMERS);  // P is complete
-#pragma unroll
-                for (int j = 0; j < BLOCK_M / 16; ++j) {
-                    float x[VEC];
-                    load_vector(
-                        x, reinterpret_cast<const Element*>(smem.staging[j][threadIdx.x - 128]));
-#pragma unroll
-                    for (int n = 0; n < VEC; ++n) prob[2 * j + n / 4][n % 4] = x[n];
-                }
-                scores_gradient(dp_acc, prob, smem.rows[stage], factor);
-                release_in_both(smem.dout_empty[stage]);
-                convert(ds_frag, dp_acc);
-
-                // ---- dS to both blocks, from each warp its 16 rows
-                wait_for(smem.ds_empty[ds_stage], i / DS_STAGES - 1);
-                store_rows(smem.ds[ds_stage], ds_row, 0, ds_frag);
-                fence_proxy_async();  // by each writer
-                __syncwarp();
-                if (threadIdx.x % 32 == 0) {
-                    Element* rows = smem.ds[ds_stage][0][ds_row];
-                    constexpr int BYTES = 16 * sizeof(smem.ds[0][0][0]);
-                    mbarrier_arrive_expect_tx(smem.ds_full[ds_stage], BYTES);  // of the other's
-                    cp_async_bulk_cluster(rows, rows, BYTES, smem.ds_full[ds_stage], rank ^ 1);
-                }
-
-                // ---- dK += dS^T Q  [BLOCK_N, HEAD_DIM]
-                wait_for(smem.q_full[q_stage], i / Q_STAGES);
-                multiply_add(dk_acc, ds_frag, smem.q[q_stage]);
-
-                // ---- dQ = dS K of both blocks' keys  [BLOCK_M, REST_COLUMNS]
-                wait_for(smem.ds_full[ds_stage], i / DS_STAGES);
-                float dq_acc[REST_COLUMNS / 8][4];
-                multiply_dq_of_both(dq_acc, smem, ds_stage, column, 1);
-                wgmma_wait_group<1>(dk_acc, ds_frag);
-                release_in_both(smem.q_empty[q_stage]);
-                wgmma_wait_group<0>(dq_acc);
-                release_in_both(smem.ds_empty[ds_stage]);
-                DqTile* sums = static_cast<DqTile*>(p.workspace[1]);
-                add_from_registers(sums[work.tile_index(p, head, tile)], column, dq_acc, unscale);
-            }
-
-        // ---- write dK, in the place of K
-        bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // all products have read K and V
-        write(p.dk_map, work.first_key_of(rank) + warp_row, work.kv_head, work.batch, smem.k,
-              warp_row, dk_acc, p.softmax_scale * unscale);
-        if (threadIdx.x % 32 == 0) cp_async_bulk_wait_group_read<0>();
-        release(smem.k_empty);
-    }
-}
-
-// All threads of the block, or cluster, that have not exited.
-__device__ void synchronize() {
-    if (CLUSTER == 1) {
-        __syncthreads();
-    } else {
-        cluster_arrive();
-        cluster_wait();
-    }
-}
-
 // dK = scale dS^T Q, dV = P^T dO, summed over the query heads of a group
 // [batch, kv_heads, seq_k, HEAD_DIM]; dQ += dS K  [batch, heads, seq_q, HEAD_DIM]
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_backward(const __grid_constant__ BackwardParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
     const int warp = warp_number();
@@ -884,33 +610,33 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREA
     if (threadIdx.x == 0) {
         mbarrier_init(smem.k_full, 1);
         mbarrier_init(smem.v_full, 1);
-        mbarrier_init(smem.k_empty, BY_ROLES ? 4 : 4 * CONSUMERS);
-        mbarrier_init(smem.v_empty, BY_ROLES ? 4 : 4 * CONSUMERS);
+        mbarrier_init(smem.k_empty, 4 * CONSUMERS);
+        mbarrier_init(smem.v_empty, 4 * CONSUMERS);
 #pragma unroll
-        for (int stage = 0; stage < Q_STAGES; ++stage) {
+        for (int stage = 0; stage < NUM_STAGES; ++stage) {
             mbarrier_init(smem.q_full[stage], 1);
-            mbarrier_init(smem.q_empty[stage], 4 * CONSUMERS * CLUSTER);
-        }
-#pragma unroll
-        for (int stage = 0; stage < DOUT_STAGES; ++stage) {
             mbarrier_init(smem.dout_full[stage], 1);
-            mbarrier_init(smem.dout_empty[stage], 4 * CONSUMERS * CLUSTER);
+            mbarrier_init(smem.q_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.dout_empty[stage], 4 * CONSUMERS);
         }
 #pragma unroll
-        for (int stage = 0; stage < DS_STAGES; ++stage) {
-            mbarrier_init(smem.ds_full[stage], BY_ROLES ? 4 : 4 * CONSUMERS);
-            mbarrier_init(smem.ds_empty[stage], 4 * CONSUMERS * CLUSTER);
+        for (int stage = 0; stage < DS_STAGES; ++stage)
+            mbarrier_init(smem.ds_full[stage], 4 * CONSUMERS);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            mbarrier_init(smem.work_full[n], 1);
+            mbarrier_init(smem.work_empty[n], 4 * CONSUMERS + CONSUMERS);
         }
         fence_mbarrier_init();
     }
-    synchronize();  // the mbarriers are initialized
+    __syncthreads();  // the mbarriers are initialized
     griddepcontrol_launch_dependents();
 
     if (warp >= PRODUCER_WARP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == PRODUCER_WARP) {
             if (threadIdx.x % 32 == 0) load(p, smem);
-        } else if (!BY_ROLES && warp <= PRODUCER_WARP + CONSUMERS) {
+        } else if (warp <= PRODUCER_WARP + CONSUMERS) {
             add_dq(p, smem, warp - PRODUCER_WARP - 1);
         }
         return;
@@ -918,15 +644,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREA
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     // What attention_delta has written is there; dQ = 0, too, for the warps that these hand dQ to.
     griddepcontrol_wait();
-    if (!BY_ROLES) {
-        compute(p, smem, warp);
-    } else {
-        if (warp < 4)
-            compute_dv(p, smem, warp);
-        else
-            compute_dk(p, smem, warp);
-        synchronize();  // the other block no longer reaches into this one
-    }
+    compute(p, smem, warp);
 }
 
 // dQ in its order and type  [batch, heads, seq_q, HEAD_DIM]
@@ -941,21 +659,21 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     griddepcontrol_wait();  // all sums are complete
     const DqTile& sums = static_cast<const DqTile*>(p.workspace[1])[blockIdx.x];
 
-    constexpr int COLUMNS =
-        DQ_COLUMNS < PANEL ? DQ_COLUMNS : PANEL;  // which a warpgroup writes at once
-    for (int column = COLUMNS * warpgroup; column < 8 * DQ_TILES; column += CONSUMERS * COLUMNS) {
-        float dq_acc[COLUMNS / 8][4];
+    float dq_acc[PANEL / 8][4];
 #pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n) {
-            const float4 x = load_float4(sums[column / 8 + n][threadIdx.x % 128]);
-            const float scaled[4] = {x.x, x.y, x.z, x.w};
+    for (int n = 0; n < PANEL / 8; ++n) {
+        const float4 x = load_float4(sums[warpgroup][n][threadIdx.x % 128]);
+        const float scaled[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) dq_acc[n][i] = p.softmax_scale * scaled[i];
-        }
-        uint32_t dq_frag[COLUMNS / 16][4];
-        convert(dq_frag, dq_acc);
-        store_rows(tile, threadIdx.x % 128 / 32 * 16, column, dq_frag);
+        for (int i = 0; i < 4; ++i) dq_acc[n][i] = p.softmax_scale * scaled[i];
     }
+    uint32_t dq_frag[PANEL / 16][4];
+    convert(dq_frag, dq_acc);
+    const int row = threadIdx.x % 128 / 32 * 16;
+    if (DQ_BY_ROWS)
+        store_rows(tile, 64 * warpgroup + row, 0, dq_frag);
+    else
+        store_rows(tile, row, PANEL * warpgroup, dq_frag);
     fence_proxy_async();  // by each writer
     __syncthreads();      // the tile is complete
     if (threadIdx.x == 0) {
