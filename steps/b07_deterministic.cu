@@ -29,8 +29,8 @@ constexpr int PANEL = 64;  // columns of a panel: 128 bytes, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 constexpr int BOX_ROWS = 64;                    // that one copy loads
-// Rows of two tensors that take 32 MB of the L2 cache.
-constexpr int SECTION_ROWS = (32 << 20) / (2 * HEAD_DIM * sizeof(Element));
+// Rows of two tensors that are 16 MB: all SMs read them from either half of the L2 cache.
+constexpr int SECTION_ROWS = (16 << 20) / (2 * HEAD_DIM * sizeof(Element));
 
 // The operands of S and dP that a warpgroup keeps are in registers as far as those go, in steps of 16
 // columns, 4 registers each: the product then reads only the other operand from shared memory.
