@@ -2,16 +2,19 @@
 // change: dQ has a kernel of its own, whose warpgroups keep 64 queries each and walk the keys; dK and
 //     dV stay with warpgroups that keep keys and walk the queries; each kernel computes S and dP, and
 //     each element of a gradient is one thread's sum, in one order. Above head_dim 128 one warpgroup
-//     has dV and another dK
+//     has dV and another dK. Warpgroups take turns at the tensor cores, as in v09; with a mask the
+//     longest blocks of several heads come first; a kernel starts before the one in front has ended
 // why: in b06 blocks add to dQ in any order. One order costs two products more, 7 instead of 5, and
 //     a second exponential. It saves the reductions, dQ's workspace and the passes that clear and
-//     round it, dS in shared memory, and the barriers between warpgroups, which then multiply in
-//     turn by themselves. Modelled, 128 keys and 64 queries at head_dim 128 keep the tensor cores
-//     busy for 3584 clocks, where b06 keeps shared memory busy for 3072: 0.86 times b06
+//     round it, dS in shared memory, and the barriers at which warpgroups wait for each other's dS:
+//     free of those, one computes exponentials while the other multiplies. Modelled, 128 keys and 64
+//     queries at head_dim 128 keep the tensor cores busy for 3584 clocks, where b06 keeps shared
+//     memory busy for 3072: 0.86 times b06
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 // draft: no GPU has run it
 #include "backward.cuh"
 #include "bulk.cuh"
+#include "dependent_launch.cuh"
 #include "mma.cuh"
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
@@ -21,16 +24,24 @@ constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // its first lane starts all loads
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int GROUP_BARRIER = 1;  // of warpgroup 0; the other's follows. 0 is that of __syncthreads
-constexpr int PANEL = 64;         // columns of a panel: 128 bytes, the swizzle's width
+constexpr int TURN_BARRIER = GROUP_BARRIER + CONSUMERS;  // likewise
+constexpr int PANEL = 64;  // columns of a panel: 128 bytes, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 constexpr int BOX_ROWS = 64;                    // that one copy loads
+// Rows of two tensors that are 16 MB: all SMs read them from either half of the L2 cache.
+constexpr int SECTION_ROWS = (16 << 20) / (2 * HEAD_DIM * sizeof(Element));
 
-// attention_dq: a block has rows of queries, 64 a warpgroup, and takes the keys tile by tile. Q and
-// dO are in registers where they fit: the products then read K and V alone from shared memory.
+// The operands of S and dP that a warpgroup keeps are in registers as far as those go, in steps of 16
+// columns, 4 registers each: the product then reads only the other operand from shared memory.
+constexpr int steps_in(int registers) { return registers < DIM / 4 ? registers / 4 : DIM / 16; }
+
+// attention_dq: a block has rows of queries, 64 a warpgroup, and takes the keys tile by tile.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
 constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;
-constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128;
+constexpr int DQ_SPARE = 144 - DIM / 2;  // registers that accumulators, P and dS leave
+constexpr int Q_STEPS = steps_in(DQ_SPARE);
+constexpr int DOUT_STEPS = steps_in(DQ_SPARE - 4 * Q_STEPS);
 // Tiles in shared memory. Above head_dim 192 there is room for three: two of K, which dS K reads long
 // after dO V^T has read V. With twice as many tiles of half as many keys, S and dP would take longer
 // to read Q and dO from shared memory than to multiply.
@@ -45,8 +56,17 @@ constexpr int V_STAGES = HEAD_DIM <= 192 ? K_STAGES : 1;
 constexpr bool SPLIT = HEAD_DIM > 128;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = 64;
-constexpr int DKV_STAGES = SPLIT ? 2 : 4;        // tiles of Q, and of dO, in shared memory
-constexpr bool K_IN_REGISTERS = HEAD_DIM <= 80;  // and V
+constexpr int DKV_STAGES = SPLIT ? 2 : 4;  // tiles of Q, and of dO, in shared memory
+constexpr int DKV_SPARE = SPLIT ? 152 - DIM / 2 : 128 - DIM;  // likewise
+constexpr int K_STEPS = steps_in(DKV_SPARE);
+constexpr int V_STEPS = steps_in(SPLIT ? DKV_SPARE : DKV_SPARE - 4 * K_STEPS);
+// Tiles of an iteration. With one, and DIM 64, ptxas 13.0 allocates P and dS over the registers of K
+// and V, which all tiles need, and nobody loads those again.
+constexpr int DKV_UNROLL = DIM == 64 ? 2 : 1;
+
+// Of a warp's 16 rows the first STEPS steps of 16 columns, as wgmma's operand A.
+template <int STEPS>
+using Fragment = uint32_t[STEPS > 0 ? STEPS : 1][4];
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int ROWS>
@@ -91,6 +111,7 @@ template <>
 constexpr bool IS_FP16<fp16> = true;
 
 extern "C" {
+__constant__ int32_t kernels_start_early = 1;
 __constant__ BackwardDescriptor launch_descriptor = {
     .alignment = 16,
     .kernels = {{.name = "attention_delta",
@@ -196,28 +217,28 @@ __device__ void write(const TensorMap& map, int first_row, int head, int batch, 
     }
 }
 
-// frag = panels[row + r], of a warp's 16 rows, as wgmma's operand A
-template <int ROWS, int STEPS>
-__device__ void load_rows(uint32_t (&frag)[STEPS][4], Tile<ROWS>& tile, int row) {
+// frag = panels[row + r], of a warp's 16 rows
+template <int STEPS, int ROWS>
+__device__ void load_rows(Fragment<STEPS>& frag, Tile<ROWS>& tile, int row) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < STEPS; ++j)
         ldmatrix_x4(frag[j], swizzled(tile, row + lane % 16, 16 * j + lane / 16 * 8));
 }
 
-// Starts acc = A B^T of 64 rows of A and the N rows of B. A is in registers or in the tile from `row`
-// on.
-template <bool IN_REGISTERS, int A_ROWS, int N>
-__device__ void multiply(float (&acc)[N / 8][4], uint32_t (&a_frag)[DIM / 16][4],
-                         const Tile<A_ROWS>& a, int row, const Tile<N>& b) {
-    if (IN_REGISTERS)
+// Starts acc = A B^T of 64 rows of A and the N rows of B. Of A the first STEPS steps are in registers,
+// the others in the tile from `row` on.
+template <int STEPS, int A_ROWS, int N>
+__device__ void multiply(float (&acc)[N / 8][4], Fragment<STEPS>& a_frag, const Tile<A_ROWS>& a,
+                         int row, const Tile<N>& b) {
+    if (STEPS > 0)
         wgmma_fence(acc, a_frag);
     else
         wgmma_fence(acc);
 #pragma unroll
     for (int d = 0; d < HEAD_DIM; d += 16) {
         const uint64_t b_desc = k_major<N>(b, 0, d);
-        if (IN_REGISTERS)
+        if (d / 16 < STEPS)
             wgmma_m64nNk16<Element, K_MAJOR>(acc, a_frag[d / 16], b_desc, d > 0);
         else
             wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(acc, k_major<A_ROWS>(a, row, d), b_desc,
@@ -250,6 +271,16 @@ __device__ void release(Mbarrier& barrier) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
+// Consumers start their products in turn, so that one computes P and dS while the other multiplies.
+// A warpgroup's barrier takes its 128 threads, which wait, and the other's, which have started theirs.
+// Warpgroup 1 passes the first turn; nobody takes the last.
+__device__ void wait_for_turn(int warpgroup) {
+    bar_sync(TURN_BARRIER + warpgroup, 128 * CONSUMERS);
+}
+__device__ void pass_turn(int warpgroup) {
+    bar_arrive(TURN_BARRIER + 1 - warpgroup, 128 * CONSUMERS);
+}
+
 // The maximum of x over the warp, known to all its lanes.
 __device__ float warp_max(float x) {
     for (int offset = 16; offset > 0; offset /= 2)
@@ -269,10 +300,26 @@ __device__ float ds_factor(const float* tiles, int num_tiles) {
     return ldexpf(1.0f, -exponent - 4);
 }
 
+// What a block computes: of a head, counted over all batches, the n-th of num_blocks. Without a mask
+// the heads come one after another. With one the heads of a section, whose tiles fit into the L2 cache,
+// come together: first the blocks 0, which are the longest, of all of them.
+struct Work {
+    int n, head;
+    __device__ Work(int num_blocks, int num_heads, int section_heads) {
+        section_heads = CAUSAL ? min(section_heads, num_heads) : 1;
+        const int first_head = blockIdx.x / (section_heads * num_blocks) * section_heads;
+        const int heads = min(section_heads, num_heads - first_head);
+        const int place = blockIdx.x - first_head * num_blocks;
+        n = place / heads;
+        head = first_head + place % heads;
+    }
+};
+
 // Of each query: lse in units of log2, +inf where no key is visible and past the last query, so that
 // P = 2^(S - lse) is 0 there; delta = rowsum(dO * O)  [batch, heads, seq_q in whole tiles]
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     attention_delta(const __grid_constant__ BackwardParams p) {
+    griddepcontrol_launch_dependents();  // attention_dq may begin to load
     const int q_tiles = (p.seq_q + DKV_QUERIES - 1) / DKV_QUERIES;
     const int head = blockIdx.x / q_tiles % p.heads;
     const int batch = blockIdx.x / q_tiles / p.heads;
@@ -322,11 +369,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_dq(const __grid_constant__ BackwardParams p) {
     DqMemory& smem = shared_memory<DqMemory>();
     const int q_blocks = (p.seq_q + DQ_QUERIES - 1) / DQ_QUERIES;
+    const int group = p.heads / p.kv_heads;
+    const Work work(q_blocks, p.batch * p.heads, max(1, SECTION_ROWS / p.seq_k) * group);
     // The last queries first: with a mask they see the most keys.
-    const int q_start = (q_blocks - 1 - blockIdx.x % q_blocks) * DQ_QUERIES;
-    const int head = blockIdx.x / q_blocks % p.heads;
-    const int batch = blockIdx.x / q_blocks / p.heads;
-    const int kv_head = head / (p.heads / p.kv_heads);
+    const int q_start = (q_blocks - 1 - work.n) * DQ_QUERIES;
+    const int head = work.head % p.heads;
+    const int batch = work.head / p.heads;
+    const int kv_head = head / group;
     // Uniform across the warp; the shuffle tells the compiler so.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const int lane = threadIdx.x % 32;
@@ -352,6 +401,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     }
     __syncthreads();  // the mbarriers are initialized
 
+    griddepcontrol_launch_dependents();  // attention_dk_dv may begin to load
+
     if (warp >= PRODUCER_WARP) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp > PRODUCER_WARP || lane > 0) return;
@@ -374,6 +425,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     }
 
     setmaxnreg_inc<CONSUMER_REGISTERS>();
+    griddepcontrol_wait();  // what attention_delta has written is there
     const int warpgroup = warp / 4;
     const int group_row = 64 * warpgroup;  // the warpgroup's first query in the block
     const int warp_row = 16 * warp;        // and the warp's
@@ -395,12 +447,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     // A lane's s_acc[n][2 r + i], with r and i 0 or 1, is the element of S in row 8 r + lane / 4 of
     // its warp's 16 and column 8 n + 2 (lane % 4) + i; so are the others.
     float dq_acc[DIM / 8][4] = {};
-    uint32_t q_frag[DIM / 16][4], dout_frag[DIM / 16][4];  // [16, 16] each, of the warp's queries
+    Fragment<Q_STEPS> q_frag;  // of the warp's queries
+    Fragment<DOUT_STEPS> dout_frag;
     uint32_t ds_frag[DQ_KEYS / 16][4] = {};  // in use until the next tile's first wait
     wait_for(smem.q_full, 0);
-    if (Q_IN_REGISTERS) load_rows(q_frag, smem.q, warp_row);
+    load_rows<Q_STEPS>(q_frag, smem.q, warp_row);
     wait_for(smem.dout_full, 0);
-    if (Q_IN_REGISTERS) load_rows(dout_frag, smem.dout, warp_row);
+    load_rows<DOUT_STEPS>(dout_frag, smem.dout, warp_row);
+
+    if (warpgroup == 1) pass_turn(warpgroup);
+    wait_for_turn(warpgroup);
 
     // ---- for each K/V tile
     for (int i = 0; i < num_tiles; ++i) {
@@ -410,13 +466,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         // ---- S = Q K^T, dP = dO V^T  [DQ_QUERIES, DQ_KEYS], [64, DQ_KEYS] in each warpgroup
         float s_acc[DQ_KEYS / 8][4], dp_acc[DQ_KEYS / 8][4];
         wait_for(smem.k_full[k_stage], i / K_STAGES);
-        multiply<Q_IN_REGISTERS, DQ_QUERIES, DQ_KEYS>(s_acc, q_frag, smem.q, group_row,
-                                                      smem.k[k_stage]);
+        multiply<Q_STEPS, DQ_QUERIES, DQ_KEYS>(s_acc, q_frag, smem.q, group_row, smem.k[k_stage]);
         wgmma_wait_group<1>(dq_acc, ds_frag);  // dQ of the tile before
         if (i > 0) release(smem.k_empty[(i - 1) % K_STAGES]);
         wait_for(smem.v_full[v_stage], i / V_STAGES);
-        multiply<Q_IN_REGISTERS, DQ_QUERIES, DQ_KEYS>(dp_acc, dout_frag, smem.dout, group_row,
-                                                      smem.v[v_stage]);
+        multiply<DOUT_STEPS, DQ_QUERIES, DQ_KEYS>(dp_acc, dout_frag, smem.dout, group_row,
+                                                  smem.v[v_stage]);
+        pass_turn(warpgroup);
 
         // ---- P = 2^(S - lse), dS = P * (dP - delta)
         wgmma_wait_group<1>(s_acc);
@@ -447,8 +503,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         convert(ds_frag, s_acc);
 
         // ---- dQ += dS K  [DQ_QUERIES, HEAD_DIM], [64, DIM] in each warpgroup
+        wait_for_turn(warpgroup);
         add_product(dq_acc, ds_frag, smem.k[k_stage]);
     }
+    if (warpgroup == 0) pass_turn(warpgroup);
     wgmma_wait_group<0>(dq_acc, ds_frag);
 
     // ---- write dQ, in the place of Q
@@ -464,11 +522,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_dk_dv(const __grid_constant__ BackwardParams p) {
     DkDvMemory& smem = shared_memory<DkDvMemory>();
     const int k_blocks = (p.seq_k + DKV_KEYS - 1) / DKV_KEYS;
-    // The first keys first: with a mask the most queries see them.
-    const int k_start = blockIdx.x % k_blocks * DKV_KEYS;
-    const int kv_head = blockIdx.x / k_blocks % p.kv_heads;
-    const int batch = blockIdx.x / k_blocks / p.kv_heads;
     const int group = p.heads / p.kv_heads;
+    // The first keys first: with a mask the most queries see them.
+    const Work work(k_blocks, p.batch * p.kv_heads, max(1, SECTION_ROWS / (p.seq_q * group)));
+    const int k_start = work.n * DKV_KEYS;
+    const int kv_head = work.head % p.kv_heads;
+    const int batch = work.head / p.kv_heads;
     const int first_head = kv_head * group;
     // Uniform across the warp; the shuffle tells the compiler so.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
@@ -503,24 +562,29 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         load_tile(smem.k, p.k_map, k_start, kv_head, batch, smem.k_full);
         mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
         load_tile(smem.v, p.v_map, k_start, kv_head, batch, smem.v_full);
-        const Rows* head_rows = static_cast<const Rows*>(p.workspace[0]) + group_tile;
+        griddepcontrol_wait();  // the rows are there
+        const Rows* group_rows = static_cast<const Rows*>(p.workspace[0]) + group_tile;
         int i = 0;
-        for (int head = first_head; head < first_head + group; ++head, head_rows += q_tiles)
-            for (int tile = first_tile; tile < q_tiles; ++tile, ++i) {
+        // The last tile first, of all heads, then the one before: with a mask, too, the blocks of a
+        // key head read the same tiles at the same time, from the L2 cache.
+        for (int tile = q_tiles - 1; tile >= first_tile; --tile)
+            for (int n = 0; n < group; ++n, ++i) {
                 const int stage = i % DKV_STAGES, q_start = tile * DKV_QUERIES;
+                const Rows* rows = group_rows + n * q_tiles + tile;
                 Mbarrier &q_full = smem.q_full[stage], &dout_full = smem.dout_full[stage];
                 wait_for(smem.q_empty[stage], i / DKV_STAGES - 1);
                 mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(Rows));
-                load_tile(smem.q[stage], p.q_map, q_start, head, batch, q_full);
-                cp_async_bulk_load(&smem.rows[stage], head_rows + tile, sizeof(Rows), q_full);
+                load_tile(smem.q[stage], p.q_map, q_start, first_head + n, batch, q_full);
+                cp_async_bulk_load(&smem.rows[stage], rows, sizeof(Rows), q_full);
                 wait_for(smem.dout_empty[stage], i / DKV_STAGES - 1);
                 mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]));
-                load_tile(smem.dout[stage], p.dout_map, q_start, head, batch, dout_full);
+                load_tile(smem.dout[stage], p.dout_map, q_start, first_head + n, batch, dout_full);
             }
         return;
     }
 
     setmaxnreg_inc<CONSUMER_REGISTERS>();
+    griddepcontrol_wait();  // what attention_delta has written is there
     const int warpgroup = warp / 4;
     const int group_row = SPLIT ? 0 : 64 * warpgroup;  // the warpgroup's first key in the block
     const int warp_row = group_row + warp % 4 * 16;    // and the warp's
@@ -567,46 +631,54 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
     };
 
-    uint32_t k_frag[DIM / 16][4], v_frag[DIM / 16][4];  // [16, 16] each, of the warp's keys
+    Fragment<K_STEPS> k_frag;  // of the warp's keys
+    Fragment<V_STEPS> v_frag;
     // In use until the next tile's first wait.
     uint32_t p_frag[DKV_QUERIES / 16][4] = {}, ds_frag[DKV_QUERIES / 16][4] = {};
     const int first_row = k_start + warp_row;
     if (!SPLIT) {
         float dk_acc[DIM / 8][4] = {}, dv_acc[DIM / 8][4] = {};
         wait_for(smem.k_full, 0);
-        if (K_IN_REGISTERS) load_rows(k_frag, smem.k, warp_row);
+        load_rows<K_STEPS>(k_frag, smem.k, warp_row);
         wait_for(smem.v_full, 0);
-        if (K_IN_REGISTERS) load_rows(v_frag, smem.v, warp_row);
+        load_rows<V_STEPS>(v_frag, smem.v, warp_row);
 
-        // ---- for each Q/dO tile of each head of the group
-        for (int i = 0, tile = first_tile; i < num_tiles; ++i) {
+        if (warpgroup == 1) pass_turn(warpgroup);
+        wait_for_turn(warpgroup);
+
+        // ---- for each Q/dO tile, of each head of the group
+#pragma unroll(DKV_UNROLL)
+        for (int i = 0, head = 0, tile = q_tiles - 1; i < num_tiles; ++i) {
             const int stage = i % DKV_STAGES;
 
             // ---- S^T = K Q^T, dP^T = V dO^T  [DKV_KEYS, DKV_QUERIES], 64 rows in each warpgroup
             Scores s_acc, dp_acc;
             wait_for(smem.q_full[stage], i / DKV_STAGES);
-            multiply<K_IN_REGISTERS, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row,
-                                                            smem.q[stage]);
+            multiply<K_STEPS, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row,
+                                                     smem.q[stage]);
             wgmma_wait_group<1>(dv_acc, dk_acc, p_frag, ds_frag);  // of the tile before
             if (i > 0) {
                 release(smem.q_empty[(i - 1) % DKV_STAGES]);
                 release(smem.dout_empty[(i - 1) % DKV_STAGES]);
             }
             wait_for(smem.dout_full[stage], i / DKV_STAGES);
-            multiply<K_IN_REGISTERS, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
-                                                            smem.dout[stage]);
+            multiply<V_STEPS, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
+                                                     smem.dout[stage]);
+            pass_turn(warpgroup);
 
             // ---- dV += P^T dO, dK += dS^T Q  [DKV_KEYS, HEAD_DIM], [64, DIM] in each warpgroup
             wgmma_wait_group<1>(s_acc);
             compute_p(s_acc, stage, tile * DKV_QUERIES);
             convert(p_frag, s_acc);
+            wait_for_turn(warpgroup);
             add_product(dv_acc, p_frag, smem.dout[stage]);
             wgmma_wait_group<1>(dp_acc);
             compute_ds(dp_acc, s_acc, stage);
             convert(ds_frag, dp_acc);
             add_product(dk_acc, ds_frag, smem.q[stage]);
-            if (++tile == q_tiles) tile = first_tile;
+            if (++head == group) head = 0, --tile;
         }
+        if (warpgroup == 0) pass_turn(warpgroup);
         wgmma_wait_group<0>(dv_acc, dk_acc, p_frag, ds_frag);
 
         // ---- write dK and dV, in the places of K and V
@@ -616,15 +688,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     } else if (warpgroup == 0) {
         float dv_acc[DIM / 8][4] = {};
         wait_for(smem.k_full, 0);
+        load_rows<K_STEPS>(k_frag, smem.k, warp_row);
 
-        // ---- for each Q/dO tile of each head of the group
-        for (int i = 0, tile = first_tile; i < num_tiles; ++i) {
+        // ---- for each Q/dO tile, of each head of the group
+        for (int i = 0, head = 0, tile = q_tiles - 1; i < num_tiles; ++i) {
             const int stage = i % DKV_STAGES;
 
             // ---- S^T = K Q^T  [DKV_KEYS, DKV_QUERIES]
             Scores s_acc;
             wait_for(smem.q_full[stage], i / DKV_STAGES);
-            multiply<false, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row, smem.q[stage]);
+            multiply<K_STEPS, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row,
+                                                     smem.q[stage]);
             wgmma_wait_group<1>(dv_acc, p_frag);  // of the tile before
             if (i > 0) release(smem.dout_empty[(i - 1) % DKV_STAGES]);
             wgmma_wait_group<0>(s_acc);
@@ -642,7 +716,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             convert(p_frag, s_acc);
             wait_for(smem.dout_full[stage], i / DKV_STAGES);
             add_product(dv_acc, p_frag, smem.dout[stage]);
-            if (++tile == q_tiles) tile = first_tile;
+            if (++head == group) head = 0, --tile;
         }
         wgmma_wait_group<0>(dv_acc, p_frag);
 
@@ -652,16 +726,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     } else {
         float dk_acc[DIM / 8][4] = {};
         wait_for(smem.v_full, 0);
+        load_rows<V_STEPS>(v_frag, smem.v, warp_row);
 
-        // ---- for each Q/dO tile of each head of the group
+        // ---- for each Q/dO tile, of each head of the group
         for (int i = 0; i < num_tiles; ++i) {
             const int stage = i % DKV_STAGES;
 
             // ---- dP^T = V dO^T  [DKV_KEYS, DKV_QUERIES]
             Scores p_acc, dp_acc;
             wait_for(smem.dout_full[stage], i / DKV_STAGES);
-            multiply<false, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
-                                                   smem.dout[stage]);
+            multiply<V_STEPS, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
+                                                     smem.dout[stage]);
             wgmma_wait_group<1>(dk_acc, ds_frag);  // of the tile before
             if (i > 0) release(smem.q_empty[(i - 1) % DKV_STAGES]);
             wait_for(smem.p_full, i);
