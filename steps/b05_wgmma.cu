@@ -7,7 +7,6 @@
 //     the peak, but here nothing else runs meanwhile: 1.5 times b04
 // limits: bf16, fp16; head_dim 8-128 by 8; sm_90a
 //     needs 4 bytes of workspace for each element of dQ
-// draft: no GPU has run it
 // repeats: all bits but dq's; blocks add to it in any order
 #include "backward.cuh"
 #include "bulk.cuh"

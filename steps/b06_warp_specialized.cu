@@ -8,7 +8,6 @@
 //     the exponentials. FlashAttention-3 is built like this
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 //     needs 4 bytes of workspace for each element of dQ
-// draft: no GPU has run it
 // repeats: all bits but dq's; blocks add to it in any order
 #include "backward.cuh"
 #include "bulk.cuh"

@@ -1,13 +1,13 @@
-// b08 -- fused: S of the next tile early, barriers in two halves, and persistent blocks
-// change: a consumer starts S of the next tile before it hands on dQ of this one, and dV before it
-//     computes dS; it announces dS by an mbarrier, starts dK, and only then waits for the other's;
-//     blocks are persistent and go through their works longest first, and while dK and dV leave, the
-//     next work's tiles arrive; a kernel starts before the one in front of it has ended. Above
-//     head_dim 128 two blocks are a cluster: each loads half of Q and dO for both, and dQ of their
-//     keys together is computed, and added to its sum, by halves
-// why: in b06 a warpgroup has no product queued while it computes exponentials and dS, stores dQ or
-//     waits at the barrier, and a block none while it begins and ends. 1.05 to 1.1 times b06, more
-//     where sequences are short or the mask is causal
+// b08 -- fused: one warpgroup multiplies while the other computes P and dS, and works overlap
+// change: the consumers start their products in turn, as in v09: dV and dK of a tile, S and dP of the
+//     next one. dQ is that of the tile before, so nobody waits for the other's dS. Up to head_dim 64
+//     a tile has 128 queries. Blocks are persistent: they take the next work from a counter, the
+//     longest first, walk its queries from the last to the first, at each tile all heads of the
+//     group, and while dK and dV leave, the next K and V arrive. A kernel starts before the one in
+//     front of it has ended
+// why: a warp that starts a product is held until the tensor cores have begun most of it, so what
+//     runs beside its exponentials are the other warpgroup's products. In b06 both compute P and dS
+//     at the same time, as each tile's dS makes them wait for each other, and nobody multiplies
 // limits: bf16, fp16; head_dim 8-128 by 8; sm_90a
 //     needs 4 bytes of workspace for each element of dQ
 // draft: no GPU has run it
@@ -536,7 +536,8 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
             // ---- S^T = K Q^T, dP^T = V dO^T  [BLOCK_N, BLOCK_M], [64, BLOCK_M] in each warpgroup
             float s_acc[BLOCK_M / 8][4], dp_acc[BLOCK_M / 8][4];
             wait_for(smem.q_full[stage], i / NUM_STAGES);
-            // From the shuffle for each tile: kept over the works, it leaves the uniform registers.
+            // Asked for in each tile: kept over the loop of works, it is taken out of the uniform
+            // registers, and the descriptors with it.
             const int group_row = 64 * (warp_number() / 4);
             multiply(s_acc, smem.k, group_row, smem.q[stage]);
             wait_for(smem.dout_full[stage], i / NUM_STAGES);
