@@ -1,9 +1,10 @@
-"""The diagrams of backward by wgmma: what is drawn is what b05 and b06 declare and multiply."""
+"""The diagrams of backward by wgmma: what is drawn is what steps declare, multiply and order."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -12,11 +13,12 @@ from common.problem import COUNTED
 from common.report.diagrams import (
     backward_budget,
     backward_schedule,
+    backward_turns,
     blocks,
     figures,
     hopper_backward,
 )
-from common.report.diagrams.backward_budget import B05_SHARED, B06_SHARED
+from common.report.diagrams.backward_budget import B05, B06, B08
 from common.report.diagrams.hopper_backward import PRODUCTS, REGISTERS, SHARED
 from common.runtime.cpu import CpuBackend
 from verify.tests.cpp_constants import constants, evaluate, source
@@ -90,13 +92,14 @@ def test_operands_figure_outlines_one_step():
 # ---- registers and shared memory
 
 
-@pytest.mark.parametrize("step", ["b05", "b06"])
+@pytest.mark.parametrize("step", ["b05", "b06", "b08"])
 def test_budget_is_of_the_steps_tiles(step):
     sizes = constants(step)
     for name in ("BLOCK_M", "BLOCK_N", "PANEL", "NUM_STAGES"):
         assert getattr(backward_budget, name) == sizes[name], name
-    if step == "b06":
+    if step != "b05":
         assert sizes["CONSUMER_REGISTERS"] == backward_budget.CONSUMER_REGISTERS
+    assert constants("b08", 64)["BLOCK_M"] == backward_budget.TALL_BLOCK_M
 
 
 def declared(step: str, head_dim: int, function: str) -> dict[str, int]:
@@ -109,10 +112,14 @@ def declared(step: str, head_dim: int, function: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(("step", "function"), [("b05", "attention_backward"), ("b06", "compute")])
+@pytest.mark.parametrize(
+    ("step", "function"), [("b05", "attention_backward"), ("b06", "compute"), ("b08", "compute")]
+)
 def test_registers_are_those_declared(step, function, head_dim):
     in_registers = step == "b06" and head_dim <= 64
     live = backward_budget.live(head_dim, kv_in_registers=in_registers)
+    if step == "b08" and head_dim <= 64:
+        live = backward_budget.live_tall(head_dim)
     drawn = {part.name: part.size for part in (*live.softmax, *live.products)}
     found = declared(step, head_dim, function)
     if not in_registers:
@@ -135,12 +142,13 @@ def test_registers_by_roles(role, head_dim):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(("step", "of_step"), [("b05", B05_SHARED), ("b06", B06_SHARED)])
+@pytest.mark.parametrize(("step", "of_step"), [("b05", B05), ("b06", B06), ("b08", B08)])
 def test_shared_memory_is_the_steps(step, of_step, head_dim):
     spec = replace(COUNTED.specialization, head_dim=head_dim)
     kernel = CpuBackend().descriptor(find_step(step), spec).kernels[1]
     assert kernel.name == b"attention_backward"
-    parts = backward_budget.shared_memory(head_dim, **of_step)
+    block_m = constants(step, head_dim)["BLOCK_M"]
+    parts = backward_budget.shared_memory(of_step, head_dim, block_m)
     assert sum(part.size for part in parts) == kernel.smem_bytes
     assert kernel.smem_bytes <= backward_budget.SHARED_KIB * 1024
 
@@ -171,9 +179,64 @@ def test_each_schedule_has_each_work_once():
         for k_block in range(backward_schedule.K_BLOCKS)
     }
     done = []
-    for schedule in (backward_schedule.as_they_come(), backward_schedule.to_and_fro()):
+    for schedule in (backward_schedule.as_they_come(), backward_schedule.longest_first()):
         taken = [work for works in schedule for work in works]
         assert len(taken) == len(everything)
         assert set(taken) == everything
         done.append(max(map(blocks.tiles, schedule)))
     assert done[1] < done[0]
+
+
+def test_tiles_are_numbered_as_b08_takes_them():
+    assert "int tile(int n) const { return end_tile - 1 - n / group; }" in source("b08")
+    tiles = sorted(range(backward_schedule.K_BLOCKS), key=backward_schedule.place)
+    assert tiles == list(reversed(range(backward_schedule.K_BLOCKS)))
+
+
+# ---- in step and in turn
+
+NAMES = {"s": "S", "dp": "dP", "dv": "dV", "dq": "dQ", "dk": "dK"}
+SCHEDULES = {"b06": backward_turns.in_step(), "b08": backward_turns.in_turn()}
+
+
+def test_products_are_in_the_steps_order():
+    started = re.findall(r"multiply\w*\((\w+)_acc", body("b06", "compute"))
+    by_tile = [span.what for span in SCHEDULES["b06"][0].products]
+    assert by_tile[:5] == list(dict.fromkeys(NAMES[name] for name in started))
+
+    text = body("b08", "compute")
+    tile_step = text[text.index("const auto tile_step") : text.index("++i;")]
+    found = re.findall(r"multiply\w*\((\w+)_acc|start_(dq)\(i - 1\)|(\w+_turn)\(\)", tile_step)
+    order = [NAMES.get(one, one) for one in map("".join, found)]
+    end = order.index("pass_turn")
+    assert order[end + 1] == "wait_for_turn"
+    turn = [*order[end + 2 :], *order[:end]]
+    for consumer in SCHEDULES["b08"]:
+        assert [span.what for span in consumer.products] == turn * (backward_turns.TILES + 1)
+
+
+@pytest.mark.parametrize("consumers", SCHEDULES.values(), ids=SCHEDULES)
+def test_tensor_cores_are_not_asked_for_more_than_they_have(consumers):
+    """A product of one unit that takes two has half of them."""
+    products = [span for consumer in consumers for span in consumer.products]
+    for time in {(span.start + span.end) / 2 for span in products}:
+        shares = [1 / (one.end - one.start) for one in products if one.start <= time < one.end]
+        assert sum(shares) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("consumers", SCHEDULES.values(), ids=SCHEDULES)
+def test_nothing_starts_before_what_it_needs(consumers):
+    done = [
+        {(span.what, span.tile): span.end for span in (*one.products, *one.others)}
+        for one in consumers
+    ]
+    needs = {"P": ("S",), "dS": ("P", "dP"), "dV": ("P",), "dK": ("dS",)}
+    for mine, consumer in zip(done, consumers, strict=True):
+        for row in (consumer.products, consumer.others):
+            in_time = sorted(row, key=lambda span: span.start)
+            assert all(one.end <= other.start + 1e-9 for one, other in pairwise(in_time))
+            for span in (span for span in row if span.start >= 0):
+                ends = [mine[what, span.tile] for what in needs.get(span.what, ())]
+                if span.what == "dQ":
+                    ends = [of_each.get(("dS", span.tile), 0.0) for of_each in done]
+                assert all(end <= span.start + 1e-9 for end in ends)

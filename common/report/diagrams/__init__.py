@@ -7,6 +7,7 @@ from . import (
     backward,
     backward_budget,
     backward_schedule,
+    backward_turns,
     backward_warps,
     blocks,
     hopper,
@@ -28,5 +29,6 @@ def figures() -> dict[str, str]:
         hopper_backward,
         backward_budget,
         backward_schedule,
+        backward_turns,
     )
     return files({name: one for module in modules for name, one in module.figures().items()})

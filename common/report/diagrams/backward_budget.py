@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from .backward import K_COLOR, O_COLOR, Q_COLOR, V_COLOR
 from .svg import BANK_COLORS, EMPTY, MUTED, RED, SMALL, TITLE, Drawing, text_width
 
-# b05 and b06 up to head_dim 128.
+# b05 and b06 up to head_dim 128, and b08.
 BLOCK_M, BLOCK_N, PANEL, NUM_STAGES = 64, 128, 64, 2
+TALL_BLOCK_M = 128  # of b08 up to head_dim 64
 GROUP_KEYS, WARPGROUP, WARPGROUPS = 64, 128, 2  # keys and threads of a warpgroup
 ALIGNMENT = 1024  # of shared memory
 
-MAX_REGISTERS, CONSUMER_REGISTERS = 255, 240  # of a thread: at most, and of b06's consumers
+MAX_REGISTERS, CONSUMER_REGISTERS = 255, 240  # of a thread: at most, and of a consumer
 SHARED_KIB = 227  # of a block at most
 WIDE = 256  # the head_dim of the last bars: b06 divides the work there
 
-LEFT, REGISTER, KIB = 146, 1.8, 2.7  # of the bars; pixels of one
+LEFT, REGISTER, KIB = 146, 1.8, 2.8  # of the bars; pixels of one
 HEIGHT, SPACE = 21, 9  # of a bar; between what belongs together
 SCORES, GRADIENTS = BANK_COLORS[4:6]
 COLORS = {
@@ -77,8 +78,11 @@ def _operand(name: str, rows: int, columns: int) -> Part:
     return Part(name, rows * columns // WARPGROUP // 2)
 
 
-S, DP = (_accumulator(name, GROUP_KEYS, BLOCK_M) for name in ("S", "dP"))
-P, DS = (_operand(name, GROUP_KEYS, BLOCK_M) for name in ("P", "dS"))
+def _scores(block_m: int) -> tuple[Part, Part, Part, Part]:
+    """S, dP, P and dS of a tile."""
+    s, dp = (_accumulator(name, GROUP_KEYS, block_m) for name in ("S", "dP"))
+    p, ds = (_operand(name, GROUP_KEYS, block_m) for name in ("P", "dS"))
+    return s, dp, p, ds
 
 
 @dataclass(frozen=True)
@@ -90,44 +94,72 @@ class Live:
 
 
 def live(head_dim: int, *, kv_in_registers: bool = False) -> Live:
-    """In b05, and in b06: a warpgroup has dK and dV of its keys, and a part of dQ."""
-    kept = [_accumulator(name, GROUP_KEYS, dim(head_dim)) for name in ("dK", "dV")]
+    """In b05, and in b06: a warpgroup has dK and dV of its keys, and a part of dQ. So has one of
+    b08 above head_dim 64.
+    """
+    kept = _kept(head_dim)
     if kv_in_registers:
         kept += [_operand(name, GROUP_KEYS, dim(head_dim)) for name in ("K", "V")]
+    s, dp, p, ds = _scores(BLOCK_M)
     dq = _accumulator("dQ", BLOCK_M, dq_columns(head_dim))
-    return Live((*kept, S, DP, P), (*kept, P, DS, dq))
+    return Live((*kept, s, dp, p), (*kept, p, ds, dq))
+
+
+def live_tall(head_dim: int) -> Live:
+    """In b08 up to head_dim 64: of dQ a warpgroup has half of the rows, with all columns of a
+    panel.
+    """
+    kept = _kept(head_dim)
+    s, dp, p, ds = _scores(TALL_BLOCK_M)
+    dq = _accumulator("dQ", TALL_BLOCK_M // WARPGROUPS, PANEL)
+    return Live((*kept, s, dp, p), (*kept, p, ds, dq))
+
+
+def _kept(head_dim: int) -> list[Part]:
+    return [_accumulator(name, GROUP_KEYS, dim(head_dim)) for name in ("dK", "dV")]
 
 
 def live_by_roles(head_dim: int) -> dict[str, Live]:
     """In b06 above head_dim 128 two warpgroups share their keys: one has P and dV, one dS and dK,
     and each a part of dQ. P comes to the second one rounded, and is converted back.
     """
-    dk, dv = (_accumulator(name, GROUP_KEYS, dim(head_dim)) for name in ("dK", "dV"))
+    dk, dv = _kept(head_dim)
+    s, dp, p, ds = _scores(BLOCK_M)
     p_float = _accumulator("P", GROUP_KEYS, BLOCK_M)
     first, rest = (
         _accumulator("dQ", BLOCK_M, columns) for columns in (2 * PANEL, dim(head_dim) - 2 * PANEL)
     )
-    return {"dV": Live((dv, S, P), (dv, P, first)), "dK": Live((dk, DP, p_float), (dk, DS, rest))}
+    return {"dV": Live((dv, s, p), (dv, p, first)), "dK": Live((dk, dp, p_float), (dk, ds, rest))}
 
 
 # ---- shared memory
 
 
-def shared_memory(head_dim: int, *, ds_stages: int, mbarriers: int) -> list[Part]:
-    """Of a block of b05 or b06, in bytes; what is no tile comes last, in whole periods of the
-    swizzle.
-    """
+@dataclass(frozen=True)
+class Step:
+    """What a step has besides tiles of K, V, Q, dO and dQ."""
+
+    ds_stages: int
+    mbarriers: int
+    works: int = 0  # of 32 bytes
+
+
+B05, B06, B08 = Step(1, 6), Step(NUM_STAGES, 10), Step(3, 19, works=2)
+
+
+def shared_memory(step: Step, head_dim: int, block_m: int = BLOCK_M) -> list[Part]:
+    """Of a block, in bytes; what is no tile comes last, in whole periods of the swizzle."""
     row = 2 * in_panels(head_dim)
     parts = [Part(name, BLOCK_N * row) for name in ("K", "V")]
-    parts += [Part(name, BLOCK_M * row) for name in ("Q", "dO") for _ in range(NUM_STAGES)]
-    parts += [Part("dS", 2 * BLOCK_N * BLOCK_M)] * ds_stages
-    parts.append(Part("dQ", 4 * BLOCK_M * WARPGROUPS * dq_columns(head_dim)))
-    return [*parts, _rest(mbarriers)]
+    parts += [Part(name, block_m * row) for name in ("Q", "dO") for _ in range(NUM_STAGES)]
+    parts += [Part("dS", 2 * BLOCK_N * block_m)] * step.ds_stages
+    parts.append(Part("dQ", 4 * block_m * in_panels(head_dim)))
+    return [*parts, _rest(step, block_m)]
 
 
-def _rest(mbarriers: int) -> Part:
-    """lse and delta, and the mbarriers."""
-    rest = NUM_STAGES * 2 * 4 * BLOCK_M + 8 * mbarriers
+def _rest(step: Step, block_m: int) -> Part:
+    """lse and delta, the mbarriers, and the works."""
+    rest = NUM_STAGES * 2 * 4 * block_m + 8 * step.mbarriers + 32 * step.works
     return Part("", -(-rest // ALIGNMENT) * ALIGNMENT)
 
 
@@ -139,12 +171,8 @@ def shared_memory_by_roles(head_dim: int) -> list[Part]:
     return [
         *(Part(name, tile) for name in ("K", "V", "Q", "Q", "dO", "dO")),
         *(Part(name, scores) for name in ("dS", "dS", "P")),
-        _rest(B06_SHARED["mbarriers"]),
+        _rest(B06, BLOCK_M),
     ]
-
-
-B05_SHARED = {"ds_stages": 1, "mbarriers": 6}
-B06_SHARED = {"ds_stages": NUM_STAGES, "mbarriers": 10}
 
 
 # ---- the bars
@@ -152,14 +180,16 @@ B06_SHARED = {"ds_stages": NUM_STAGES, "mbarriers": 10}
 
 def _backward_registers() -> Drawing:
     """A bar for each head_dim and moment, and for each block; what there is, as dashed lines."""
-    drawing = Drawing(712)
-    title = f"Registers of a thread, for {GROUP_KEYS} keys and {BLOCK_M} queries a warpgroup"
-    drawing.text(18, 22, title, TITLE, bold=True)
+    drawing = Drawing(808)
+    title = f"Registers of a thread, for {GROUP_KEYS} keys a warpgroup and {BLOCK_M} queries"
+    tall = f", or in b08 {TALL_BLOCK_M} up to head_dim {PANEL}"
+    drawing.text(18, 22, title + tall, TITLE, bold=True)
     drawing.text(18, 52, "head_dim", SMALL, MUTED)
     roles = live_by_roles(WIDE)
     threads = (
-        ("64", live(64)),
+        ("64 in b05", live(64)),
         ("64 in b06", live(64, kv_in_registers=True)),
+        ("64 in b08", live_tall(64)),
         ("96", live(96)),
         ("128", live(128)),
         (f"{WIDE}", live(WIDE)),
@@ -184,10 +214,12 @@ def _backward_registers() -> Drawing:
     top = y
     drawing.text(18, y - 14, "head_dim", SMALL, MUTED)
     for name, parts in (
-        ("64 in b05", shared_memory(64, **B05_SHARED)),
-        ("64 in b06", shared_memory(64, **B06_SHARED)),
-        ("96, 128 in b05", shared_memory(128, **B05_SHARED)),
-        ("96, 128 in b06", shared_memory(128, **B06_SHARED)),
+        ("64 in b05", shared_memory(B05, 64)),
+        ("64 in b06", shared_memory(B06, 64)),
+        ("64 in b08", shared_memory(B08, 64, TALL_BLOCK_M)),
+        ("96, 128 in b05", shared_memory(B05, 128)),
+        ("96, 128 in b06", shared_memory(B06, 128)),
+        ("96, 128 in b08", shared_memory(B08, 128)),
         (f"{WIDE} in b06", shared_memory_by_roles(WIDE)),
     ):
         drawing.text(18, y + HEIGHT / 2, name, bold=True)
@@ -199,8 +231,8 @@ def _backward_registers() -> Drawing:
         y + 26,
         "Above: while P and dS are computed, and while dV, dK and dQ are; addresses and indices "
         f"come on top. {MAX_REGISTERS} is a thread's most,",
-        f"{CONSUMER_REGISTERS} what a consumer of b06 has. At head_dim {WIDE} dK and dV alone are "
-        f"too much for one warpgroup. b06 has two share {GROUP_KEYS} keys:",
+        f"{CONSUMER_REGISTERS} what a consumer of b06 or b08 has. At head_dim {WIDE} dK and dV "
+        f"alone are too much for one. b06 has two share {GROUP_KEYS} keys:",
         "one has P and dV, the other dS and dK, and each half of dQ, which leaves from registers; "
         "P goes through shared memory, too.",
     )

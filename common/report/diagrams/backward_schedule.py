@@ -37,19 +37,20 @@ def as_they_come() -> list[list[Work]]:
     return by_free_sm(numbered, SMS)
 
 
-def to_and_fro() -> list[list[Work]]:
-    """b08, by SM: of a section of heads the longest first, every other round backwards."""
+def longest_first() -> list[list[Work]]:
+    """b07 and b08, by SM: of a section of heads whichever work is the longest that is left."""
     works = [Work(head, k_block) for k_block in range(K_BLOCKS) for head in range(HEADS)]
-    taken: list[list[Work]] = [[] for _ in range(SMS)]
-    for number, work in enumerate(works):
-        turn, place = divmod(number, SMS)
-        taken[SMS - 1 - place if turn % 2 else place].append(work)
-    return taken
+    return by_free_sm(works, SMS)
+
+
+def place(q_tile: int) -> int:
+    """Of a tile in b07 and b08: how many a block takes before it."""
+    return K_BLOCKS - 1 - q_tile
 
 
 def _backward_schedule() -> Drawing:
     """The tiles of S by columns; then which works an SM takes, and when it has done them."""
-    drawing = Drawing(372)
+    drawing = Drawing(392)
     title = f"A causal mask in backward: {HEADS} heads of {K_BLOCKS} blocks of keys, on {SMS} SMs"
     drawing.text(18, 22, title, TITLE, bold=True)
 
@@ -61,20 +62,23 @@ def _backward_schedule() -> Drawing:
         x = left + k_block * CELL
         drawing.text(x + CELL / 2, top - 12, f"{k_block}", SMALL, MUTED, anchor="middle")
         for q_tile in range(K_BLOCKS):
-            color = TINTS[0] if q_tile >= k_block else EMPTY
-            drawing.cell(x, top + q_tile * CELL, CELL, CELL, color, "")
+            is_seen = q_tile >= k_block
+            color, number = (TINTS[0], f"{place(q_tile)}") if is_seen else (EMPTY, "")
+            drawing.cell(x, top + q_tile * CELL, CELL, CELL, color, number)
         length = f"{Work(0, k_block).tiles}"
         drawing.text(x + CELL / 2, top + K_BLOCKS * CELL + 14, length, anchor="middle", bold=True)
     drawing.text(18, top + K_BLOCKS * CELL + 14, "tiles", SMALL, MUTED)
 
     for y, what, taken in (
         (50, "b06: in the order of the grid", as_they_come()),
-        (200, "b08: longest first, to and fro", to_and_fro()),
+        (200, "b07, b08: longest first", longest_first()),
     ):
         draw_bars(drawing, 400, y, what, taken)
     drawing.notes(
         354,
         "Color: the head. Length: the tiles of queries that see the keys. The first keys are seen "
         "by all; in forward the last queries see most.",
+        "Numbers in S: the order in which b07 and b08 take the tiles of a block. All blocks of a "
+        "head begin at the same one.",
     )
     return drawing
