@@ -17,7 +17,7 @@ from verify.gradients import (
     scaled_gradient,
     zero_in_places,
 )
-from verify.inputs import Inputs, normal, one_hot
+from verify.inputs import Inputs, negative_logits, normal, one_hot
 from verify.layouts import Layout, contiguous, expanded, expanded_rows, packed, padded, transposed
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -70,8 +70,10 @@ _OWN = (
     Case("causal_tall_one_less", Shape(1, 1, 1, 127, 191, 64), BF16, causal=True),
     # The first query of a tile sees all keys of a warp but the last, where it has its maximum.
     Case(
-        "causal_one_less_one_hot", Shape(1, 4, 2, 129, 127, 64), BF16, causal=True, inputs=one_hot
+        "causal_one_less_one_hot", Shape(1, 4, 2, 130, 128, 64), BF16, causal=True, inputs=one_hot
     ),
+    # The last of a warp's 16 keys is past the end; there P would be infinite.
+    Case("one_less_negative_logits", Shape(1, 1, 1, 20, 31, 64), FP16, inputs=negative_logits),
     # Query heads whose dk and dv are one.
     Case("gqa_8", Shape(1, 16, 2, 70, 90, 64), BF16),
     Case("gqa_8_causal", Shape(1, 8, 1, 133, 70, 128), BF16, causal=True),
