@@ -85,10 +85,9 @@ struct alignas(SWIZZLE_128B_TILE) SharedMemory {
     DqTile staging;         // dQ, on its way to its sum; in the end dK
     Rows rows[NUM_STAGES];  // arrive with Q
     Mbarrier k_full, v_full, q_full[NUM_STAGES], dout_full[NUM_STAGES];  // the tile has arrived
-    Mbarrier k_empty, v_empty;                             // every consumer warp has read it
-    Mbarrier q_empty[NUM_STAGES], dout_empty[NUM_STAGES];  // every consumer warp has read it
-    Mbarrier ds_full[DS_STAGES];                           // all of dS is there
-    Work works[2];                                         // this one, and the next
+    Mbarrier k_empty, v_empty, stage_empty[NUM_STAGES];  // every consumer warp has read it
+    Mbarrier ds_full[DS_STAGES];                         // all of dS is there
+    Work works[2];                                       // this one, and the next
     Mbarrier work_full[2], work_empty[2];
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
@@ -386,31 +385,28 @@ __device__ void load(const BackwardParams& p, SharedMemory& smem) {
         for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile)
             for (int head = work.first_head; head < work.first_head + work.group; ++head, ++i) {
                 const int stage = i % NUM_STAGES;
-                if (is_first) {
-                    wait_for(smem.k_empty, round - 1);
-                    mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
-                    load_tile(smem.k, p.k_map, work.first_key, work.kv_head, work.batch,
-                              smem.k_full);
-                }
-                Mbarrier& q_full = smem.q_full[stage];
-                wait_for(smem.q_empty[stage], i / NUM_STAGES - 1);
+                Mbarrier &q_full = smem.q_full[stage], &dout_full = smem.dout_full[stage];
+                wait_for(smem.stage_empty[stage], i / NUM_STAGES - 1);
                 mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(Rows));
                 load_tile(smem.q[stage], p.q_map, tile * BLOCK_M, head, work.batch, q_full);
-                if (i == 0) griddepcontrol_wait();  // attention_delta has written all rows
-                const Rows* rows = static_cast<const Rows*>(p.workspace[0]);
-                cp_async_bulk_load(&smem.rows[stage], rows + tile_index(p, work, head, tile),
-                                   sizeof(Rows), q_full);
-                if (is_first) {
+                mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]));
+                load_tile(smem.dout[stage], p.dout_map, tile * BLOCK_M, head, work.batch,
+                          dout_full);
+                if (is_first) {  // V before K, which is read for longer in the work before
                     wait_for(smem.v_empty, round - 1);
                     mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
                     load_tile(smem.v, p.v_map, work.first_key, work.kv_head, work.batch,
                               smem.v_full);
+                    wait_for(smem.k_empty, round - 1);
+                    mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
+                    load_tile(smem.k, p.k_map, work.first_key, work.kv_head, work.batch,
+                              smem.k_full);
                     is_first = false;
                 }
-                wait_for(smem.dout_empty[stage], i / NUM_STAGES - 1);
-                mbarrier_arrive_expect_tx(smem.dout_full[stage], sizeof(smem.dout[0]));
-                load_tile(smem.dout[stage], p.dout_map, tile * BLOCK_M, head, work.batch,
-                          smem.dout_full[stage]);
+                if (i == 0) griddepcontrol_wait();  // attention_delta has written all rows
+                const Rows* rows = static_cast<const Rows*>(p.workspace[0]);
+                cp_async_bulk_load(&smem.rows[stage], rows + tile_index(p, work, head, tile),
+                                   sizeof(Rows), q_full);
             }
     }
 }
@@ -560,19 +556,18 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
             fence_proxy_async();  // by each writer of dS
             release(smem.ds_full[i % DS_STAGES]);
 
-            // ---- dV += P^T dO, dK += dS^T Q  [BLOCK_N, HEAD_DIM], [64, DIM] in each warpgroup
+            // ---- dV += P^T dO, dK += dS^T Q  [BLOCK_N, HEAD_DIM], [64, DIM] in each warpgroup; and
+            // dQ of the tile before
             wait_for_turn();
             multiply_add(dv_acc, p_frag, smem.dout[stage]);
             if constexpr (!IS_FIRST) start_dq(i - 1);
-            wgmma_wait_group<IS_FIRST ? 0 : 1>(dv_acc, p_frag);
-            release(smem.dout_empty[stage]);
             multiply_add(dk_acc, ds_frag, smem.q[stage]);
             if constexpr (!IS_FIRST) {
                 wgmma_wait_group<1>(dq_acc);
                 store_dq(n - 1);
             }
-            wgmma_wait_group<0>(dk_acc, ds_frag);
-            release(smem.q_empty[stage]);
+            wgmma_wait_group<0>(dv_acc, dk_acc, p_frag, ds_frag);
+            release(smem.stage_empty[stage]);
             ++i;
         };
 
@@ -617,8 +612,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             mbarrier_init(smem.q_full[stage], 1);
             mbarrier_init(smem.dout_full[stage], 1);
-            mbarrier_init(smem.q_empty[stage], 4 * CONSUMERS);
-            mbarrier_init(smem.dout_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.stage_empty[stage], 4 * CONSUMERS);
         }
 #pragma unroll
         for (int stage = 0; stage < DS_STAGES; ++stage)
@@ -643,7 +637,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         return;
     }
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    // What attention_delta has written is there; dQ = 0, too, for the warps that these hand dQ to.
+    // What attention_delta has written is there, dQ = 0 among it.
     griddepcontrol_wait();
     compute(p, smem, warp);
 }
