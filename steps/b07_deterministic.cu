@@ -1,8 +1,8 @@
 // b07 -- every bit repeats: seven products in two kernels, and no reductions
 // change: dQ has a kernel of its own, whose warpgroups keep 64 queries each and walk the keys; dK and
 //     dV stay with warpgroups that keep keys and walk the queries; each kernel computes S and dP, and
-//     each element of a gradient is one thread's sum, in one order. Above head_dim 128 one warpgroup
-//     has dV and another dK. Warpgroups take turns at the tensor cores, as in v09; with a mask the
+//     each element of a gradient is one thread's sum, in one order. Up to head_dim 128 warpgroups
+//     take turns at the tensor cores, as in v09; above, one has dV and another dK. With a mask the
 //     longest blocks of several heads come first; a kernel starts before the one in front has ended
 // why: in b06 blocks add to dQ in any order. One order costs two products more, 7 instead of 5, and
 //     a second exponential. It saves the reductions, dQ's workspace and the passes that clear and
@@ -14,6 +14,7 @@
 // draft: no GPU has run it
 #include "backward.cuh"
 #include "bulk.cuh"
+#include "copy.cuh"
 #include "dependent_launch.cuh"
 #include "mma.cuh"
 #include "warpgroup.cuh"
@@ -25,6 +26,7 @@ constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // its first lane starts all loads
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int GROUP_BARRIER = 1;  // of warpgroup 0; the other's follows. 0 is that of __syncthreads
 constexpr int TURN_BARRIER = GROUP_BARRIER + CONSUMERS;  // likewise
+constexpr bool TAKE_TURNS = HEAD_DIM <= 128;             // longer products lose by waiting for them
 constexpr int PANEL = 64;  // columns of a panel: 128 bytes, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
@@ -72,9 +74,9 @@ using Fragment = uint32_t[STEPS > 0 ? STEPS : 1][4];
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
 
-// P^T of a tile, not yet rounded, in the order of the accumulators: four floats of all threads after
-// another.
-using PTile = float[DKV_QUERIES / 8][128][4];
+// P^T of a tile, rounded, as operand A: of each 16 columns the four registers of all threads, one
+// thread's after another's.
+using PTile = Element[DKV_QUERIES / 16][128][VEC];
 
 // Of a tile's queries: lse in units of log2, and delta.
 struct Rows {
@@ -275,10 +277,10 @@ __device__ void release(Mbarrier& barrier) {
 // A warpgroup's barrier takes its 128 threads, which wait, and the other's, which have started theirs.
 // Warpgroup 1 passes the first turn; nobody takes the last.
 __device__ void wait_for_turn(int warpgroup) {
-    bar_sync(TURN_BARRIER + warpgroup, 128 * CONSUMERS);
+    if (TAKE_TURNS) bar_sync(TURN_BARRIER + warpgroup, 128 * CONSUMERS);
 }
 __device__ void pass_turn(int warpgroup) {
-    bar_arrive(TURN_BARRIER + 1 - warpgroup, 128 * CONSUMERS);
+    if (TAKE_TURNS) bar_arrive(TURN_BARRIER + 1 - warpgroup, 128 * CONSUMERS);
 }
 
 // The maximum of x over the warp, known to all its lanes.
@@ -703,17 +705,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             if (i > 0) release(smem.dout_empty[(i - 1) % DKV_STAGES]);
             wgmma_wait_group<0>(s_acc);
             compute_p(s_acc, stage, tile * DKV_QUERIES);
+            convert(p_frag, s_acc);
             wait_for(smem.p_empty, i - 1);
 #pragma unroll
-            for (int n = 0; n < DKV_QUERIES / 8; ++n) {
-                const float* x = s_acc[n];
-                store_float4(smem.p[n][threadIdx.x % 128], make_float4(x[0], x[1], x[2], x[3]));
+            for (int j = 0; j < DKV_QUERIES / 16; ++j) {
+                const uint32_t* x = p_frag[j];
+                store_uint4(smem.p[j][threadIdx.x % 128], {x[0], x[1], x[2], x[3]});
             }
             release(smem.q_empty[stage]);
             release(smem.p_full);
 
             // ---- dV += P^T dO  [DKV_KEYS, HEAD_DIM]
-            convert(p_frag, s_acc);
             wait_for(smem.dout_full[stage], i / DKV_STAGES);
             add_product(dv_acc, p_frag, smem.dout[stage]);
             if (++head == group) head = 0, --tile;
@@ -741,9 +743,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             if (i > 0) release(smem.q_empty[(i - 1) % DKV_STAGES]);
             wait_for(smem.p_full, i);
 #pragma unroll
-            for (int n = 0; n < DKV_QUERIES / 8; ++n) {
-                const float4 x = load_float4(smem.p[n][threadIdx.x % 128]);
-                p_acc[n][0] = x.x, p_acc[n][1] = x.y, p_acc[n][2] = x.z, p_acc[n][3] = x.w;
+            for (int j = 0; j < DKV_QUERIES / 16; ++j) {
+                float x[VEC];
+                load_vector(x, smem.p[j][threadIdx.x % 128]);
+#pragma unroll
+                for (int n = 0; n < VEC; ++n) p_acc[2 * j + n / 4][n % 4] = x[n];
             }
             release(smem.p_empty);
             wgmma_wait_group<0>(dp_acc);

@@ -1,4 +1,5 @@
-"""Compiles every step with nvcc: no local memory, and no tensor-core instructions serialized."""
+"""Compiles every step with nvcc: no local memory, and no tensor-core instructions that ptxas has
+serialized or given wrong operands."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ from dataclasses import asdict
 from itertools import product
 
 from common.catalog import all_steps
+from common.errors import UsageError
 from common.metrics import spill_bytes
 from common.problem import COUNTED, Specialization
-from common.runtime.build import build_cubin, headline_arch, parse_resources
+from common.runtime.build import Build, build_cubin, headline_arch, parse_resources
+from common.runtime.sass import nvdisasm
 from common.step import Step
 from common.text import markdown
+from verify.wgmma_operands import mixed_operands
 
 HEAD_DIMS = (64, 128, 256)
 # The steps that have local memory, and where: a thread of v03 keeps a query row of O, 256 floats in
@@ -25,8 +29,9 @@ def compile_all() -> int:
     """Prints what the kernels take for Hopper and, of one specialization, for the lowest GPU.
 
     Returns 1 if one of them has local memory where it must not, or if ptxas serialized its
-    instructions.
+    instructions or mixed up their operands, which is not known without nvdisasm.
     """
+    has_nvdisasm = _has_nvdisasm()
     jobs = [
         (step, spec, arch)
         for step in all_steps()
@@ -36,11 +41,12 @@ def compile_all() -> int:
         )
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        builds = list(pool.map(lambda job: build_cubin(*job), jobs))
+        builds = list(pool.map(lambda job: _compile(*job, has_nvdisasm), jobs))
     rows, mistakes = [], []
-    for (step, spec, arch), build in zip(jobs, builds, strict=True):
+    for (step, spec, arch), (build, mixed) in zip(jobs, builds, strict=True):
         name = f"{step.name} {arch} {spec}"
         mistakes += [f"{name}: {line}" for line in build.log.splitlines() if "serialized" in line]
+        mistakes += [f"{name}: {line}" for line in mixed]
         for kernel, r in parse_resources(build.log).items():
             spills = spill_bytes(asdict(r))
             numbers = (r.registers, r.static_smem, r.stack_bytes, spills)
@@ -53,6 +59,23 @@ def compile_all() -> int:
     for mistake in mistakes:
         print(f"error: {mistake}", file=sys.stderr)
     return 1 if mistakes else 0
+
+
+def _has_nvdisasm() -> bool:
+    try:
+        return bool(nvdisasm())
+    except UsageError as reason:
+        print(f"warning: the operands of wgmma were not checked: {reason}", file=sys.stderr)
+        return False
+
+
+def _compile(
+    step: Step, spec: Specialization, arch: str, has_nvdisasm: bool
+) -> tuple[Build, list[str]]:
+    """The build, and which operands of its wgmma are mixed up."""
+    build = build_cubin(step, spec, arch)
+    has_wgmma = arch.endswith("a")
+    return build, mixed_operands(build.path) if has_wgmma and has_nvdisasm else []
 
 
 def _specializations(step: Step) -> list[Specialization]:

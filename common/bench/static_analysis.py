@@ -1,7 +1,7 @@
 """What is known of a step without a GPU: its record profiles/static/vNN.json.
 
     compiled    for the architecture of the headline GPU: resources of each kernel, as ptxas reports
-                them, and its instructions, as common/bench/sass.py counts them
+                them, and its instructions, as common/runtime/sass.py counts them
     banks       accesses to shared memory that the SIMT runtime counted (simt/banks.h), an entry
                 for each place in the source
     shape       of the problem they were counted on
@@ -33,9 +33,9 @@ from ..runtime.build import (
     toolkit_version,
 )
 from ..runtime.cpu import CpuBackend, SimtError
+from ..runtime.sass import count_instructions
 from ..step import Step
 from .device_state import NOT_COLLECTED
-from .sass import count_instructions
 
 
 def static_record(step: Step) -> dict:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.catalog import all_steps
+from common.errors import UsageError
 from common.runtime.build import Build
 from verify import compile_gate
 from verify.compile_gate import compile_all
@@ -15,23 +16,33 @@ LOG = """ptxas info    : Compiling entry function 'attention_forward' for 'sm_90
     {stack} bytes stack frame, 0 bytes spill stores, {spills} bytes spill loads
 ptxas info    : Used 99 registers, used 1 barriers
 """
+OPERANDS = "wgmma at 0f80 reads R184, written by F2FP and LDSM"
 SERIALIZED = "ptxas info    : wgmma.mma_async instructions are serialized\n"
 
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Runs the gate; ptxas says the log for a step at a head_dim, and nothing bad otherwise."""
+    """Runs the gate; ptxas says the log for a step at a head_dim, and nothing bad otherwise.
 
-    def run(name: str = "", head_dim: int = 0, log: str = "") -> tuple[int, list]:
+    Of the step named by mixed, it finds the operands of wgmma mixed up.
+    """
+
+    monkeypatch.setattr(compile_gate, "nvdisasm", lambda: "nvdisasm")
+
+    def run(name: str = "", head_dim: int = 0, log: str = "", mixed: str = "") -> tuple[int, list]:
         compiled = []
 
         def build(step, spec, arch) -> Build:
             assert not step.limits.refusal(spec)
             compiled.append((step, spec, arch))
             said = log if (step.name, spec.head_dim) == (name, head_dim) else ""
-            return Build(Path("step.cubin"), said or LOG.format(stack=0, spills=0))
+            return Build(Path(f"{step.name}.cubin"), said or LOG.format(stack=0, spills=0))
+
+        def find(cubin: Path) -> list[str]:
+            return [f"kernel: {OPERANDS}"] if cubin.stem == mixed else []
 
         monkeypatch.setattr(compile_gate, "build_cubin", build)
+        monkeypatch.setattr(compile_gate, "mixed_operands", find)
         return compile_all(), compiled
 
     return run
@@ -68,3 +79,20 @@ def test_local_memory_and_serialized_instructions_fail(gate, capsys, name, head_
     told = capsys.readouterr().err.splitlines()
     assert bool(told) == bool(status)
     assert all(line.startswith(f"error: {name} sm_") for line in told)
+
+
+def test_mixed_operands_fail(gate, capsys):
+    assert gate(mixed="b07")[0] == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == f"error: b07 sm_90a d64_bf16: kernel: {OPERANDS}"
+    assert all(line.endswith(OPERANDS) for line in told)
+
+
+def test_without_nvdisasm_operands_are_not_looked_at(gate, capsys, monkeypatch):
+    def nvdisasm() -> str:
+        raise UsageError("no nvdisasm")
+
+    monkeypatch.setattr(compile_gate, "nvdisasm", nvdisasm)
+    assert gate(mixed="b07")[0] == 0
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told == "warning: the operands of wgmma were not checked: no nvdisasm"

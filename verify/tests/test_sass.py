@@ -6,13 +6,13 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from common.bench import sass
-from common.bench.sass import count_instructions, nvdisasm, parse
 from common.catalog import find_step
 from common.errors import UsageError
 from common.metrics import OPCODES
 from common.problem import COUNTED
+from common.runtime import sass
 from common.runtime.build import build_cubin, headline_arch, nvcc
+from common.runtime.sass import count_instructions, nvdisasm, parse
 
 LISTING = """
 	.target	sm_90

@@ -1,4 +1,4 @@
-"""Counts the instructions in a cubin, by nvdisasm's listing of its machine code (SASS).
+"""The machine code (SASS) of a cubin, as nvdisasm lists it, and the instructions counted in it.
 
 The counts are static: how often an opcode stands in a kernel's code, however often it is executed.
 """
@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 from ..errors import UsageError
-from ..runtime.build import toolkit_program
+from .build import toolkit_program
 
 PACKAGE = "nvidia-cuda-nvdisasm"
 PADDING = "NOP"
@@ -35,16 +35,22 @@ def nvdisasm() -> str:
     raise UsageError(f"no nvdisasm: install the CUDA toolkit, or pip install {PACKAGE}")
 
 
-def count_instructions(cubin: Path) -> dict[str, dict[str, int]]:
-    """How often each opcode, without its modifiers, stands in each kernel; without padding.
-
-    Raises UsageError where nvdisasm is missing or cannot read the file.
-    """
-    ended = subprocess.run([nvdisasm(), "-c", str(cubin)], capture_output=True, text=True)
+def disassemble(cubin: Path, *options: str) -> str:
+    """What `nvdisasm -c` lists. Raises UsageError where it is missing or cannot read the file."""
+    command = [nvdisasm(), "-c", *options, str(cubin)]
+    ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         said = ended.stderr.strip().splitlines() or ["it does not say why"]
         raise UsageError(f"nvdisasm cannot read {cubin.name}: {said[0]}")
-    return parse(ended.stdout)
+    return ended.stdout
+
+
+def count_instructions(cubin: Path) -> dict[str, dict[str, int]]:
+    """How often each opcode, without its modifiers, stands in each kernel; without padding.
+
+    Raises UsageError as disassemble does.
+    """
+    return parse(disassemble(cubin))
 
 
 def parse(listing: str) -> dict[str, dict[str, int]]:
