@@ -34,16 +34,11 @@ constexpr int BOX_ROWS = 64;                    // that one copy loads
 // Rows of two tensors that are 16 MB: all SMs read them from either half of the L2 cache.
 constexpr int SECTION_ROWS = (16 << 20) / (2 * HEAD_DIM * sizeof(Element));
 
-// The operands of S and dP that a warpgroup keeps are in registers as far as those go, in steps of 16
-// columns, 4 registers each: the product then reads only the other operand from shared memory.
-constexpr int steps_in(int registers) { return registers < DIM / 4 ? registers / 4 : DIM / 16; }
-
-// attention_dq: a block has rows of queries, 64 a warpgroup, and takes the keys tile by tile.
+// attention_dq: a block has rows of queries, 64 a warpgroup, and takes the keys tile by tile. Q and
+// dO are in registers where they fit: the products then read K and V alone from shared memory.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
 constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;
-constexpr int DQ_SPARE = 144 - DIM / 2;  // registers that accumulators, P and dS leave
-constexpr int Q_STEPS = steps_in(DQ_SPARE);
-constexpr int DOUT_STEPS = steps_in(DQ_SPARE - 4 * Q_STEPS);
+constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128;
 // Tiles in shared memory. Above head_dim 192 there is room for three: two of K, which dS K reads long
 // after dO V^T has read V. With twice as many tiles of half as many keys, S and dP would take longer
 // to read Q and dO from shared memory than to multiply.
@@ -58,17 +53,11 @@ constexpr int V_STAGES = HEAD_DIM <= 192 ? K_STAGES : 1;
 constexpr bool SPLIT = HEAD_DIM > 128;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = 64;
-constexpr int DKV_STAGES = SPLIT ? 2 : 4;  // tiles of Q, and of dO, in shared memory
-constexpr int DKV_SPARE = SPLIT ? 152 - DIM / 2 : 128 - DIM;  // likewise
-constexpr int K_STEPS = steps_in(DKV_SPARE);
-constexpr int V_STEPS = steps_in(SPLIT ? DKV_SPARE : DKV_SPARE - 4 * K_STEPS);
+constexpr int DKV_STAGES = SPLIT ? 2 : 4;        // tiles of Q, and of dO, in shared memory
+constexpr bool K_IN_REGISTERS = HEAD_DIM <= 80;  // and V
 // Tiles of an iteration. With one, and DIM 64, ptxas 13.0 allocates P and dS over the registers of K
 // and V, which all tiles need, and nobody loads those again.
 constexpr int DKV_UNROLL = DIM == 64 ? 2 : 1;
-
-// Of a warp's 16 rows the first STEPS steps of 16 columns, as wgmma's operand A.
-template <int STEPS>
-using Fragment = uint32_t[STEPS > 0 ? STEPS : 1][4];
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int ROWS>
@@ -219,28 +208,28 @@ __device__ void write(const TensorMap& map, int first_row, int head, int batch, 
     }
 }
 
-// frag = panels[row + r], of a warp's 16 rows
-template <int STEPS, int ROWS>
-__device__ void load_rows(Fragment<STEPS>& frag, Tile<ROWS>& tile, int row) {
+// frag = panels[row + r], of a warp's 16 rows, as wgmma's operand A
+template <int ROWS, int STEPS>
+__device__ void load_rows(uint32_t (&frag)[STEPS][4], Tile<ROWS>& tile, int row) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < STEPS; ++j)
         ldmatrix_x4(frag[j], swizzled(tile, row + lane % 16, 16 * j + lane / 16 * 8));
 }
 
-// Starts acc = A B^T of 64 rows of A and the N rows of B. Of A the first STEPS steps are in registers,
-// the others in the tile from `row` on.
-template <int STEPS, int A_ROWS, int N>
-__device__ void multiply(float (&acc)[N / 8][4], Fragment<STEPS>& a_frag, const Tile<A_ROWS>& a,
-                         int row, const Tile<N>& b) {
-    if (STEPS > 0)
+// Starts acc = A B^T of 64 rows of A and the N rows of B. A is in registers or in the tile from `row`
+// on.
+template <bool IN_REGISTERS, int A_ROWS, int N>
+__device__ void multiply(float (&acc)[N / 8][4], uint32_t (&a_frag)[DIM / 16][4],
+                         const Tile<A_ROWS>& a, int row, const Tile<N>& b) {
+    if (IN_REGISTERS)
         wgmma_fence(acc, a_frag);
     else
         wgmma_fence(acc);
 #pragma unroll
     for (int d = 0; d < HEAD_DIM; d += 16) {
         const uint64_t b_desc = k_major<N>(b, 0, d);
-        if (d / 16 < STEPS)
+        if (IN_REGISTERS)
             wgmma_m64nNk16<Element, K_MAJOR>(acc, a_frag[d / 16], b_desc, d > 0);
         else
             wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(acc, k_major<A_ROWS>(a, row, d), b_desc,
@@ -449,13 +438,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     // A lane's s_acc[n][2 r + i], with r and i 0 or 1, is the element of S in row 8 r + lane / 4 of
     // its warp's 16 and column 8 n + 2 (lane % 4) + i; so are the others.
     float dq_acc[DIM / 8][4] = {};
-    Fragment<Q_STEPS> q_frag;  // of the warp's queries
-    Fragment<DOUT_STEPS> dout_frag;
+    uint32_t q_frag[DIM / 16][4], dout_frag[DIM / 16][4];  // [16, 16] each, of the warp's queries
     uint32_t ds_frag[DQ_KEYS / 16][4] = {};  // in use until the next tile's first wait
     wait_for(smem.q_full, 0);
-    load_rows<Q_STEPS>(q_frag, smem.q, warp_row);
+    if (Q_IN_REGISTERS) load_rows(q_frag, smem.q, warp_row);
     wait_for(smem.dout_full, 0);
-    load_rows<DOUT_STEPS>(dout_frag, smem.dout, warp_row);
+    if (Q_IN_REGISTERS) load_rows(dout_frag, smem.dout, warp_row);
 
     if (warpgroup == 1) pass_turn(warpgroup);
     wait_for_turn(warpgroup);
@@ -468,12 +456,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         // ---- S = Q K^T, dP = dO V^T  [DQ_QUERIES, DQ_KEYS], [64, DQ_KEYS] in each warpgroup
         float s_acc[DQ_KEYS / 8][4], dp_acc[DQ_KEYS / 8][4];
         wait_for(smem.k_full[k_stage], i / K_STAGES);
-        multiply<Q_STEPS, DQ_QUERIES, DQ_KEYS>(s_acc, q_frag, smem.q, group_row, smem.k[k_stage]);
+        multiply<Q_IN_REGISTERS, DQ_QUERIES, DQ_KEYS>(s_acc, q_frag, smem.q, group_row,
+                                                      smem.k[k_stage]);
         wgmma_wait_group<1>(dq_acc, ds_frag);  // dQ of the tile before
         if (i > 0) release(smem.k_empty[(i - 1) % K_STAGES]);
         wait_for(smem.v_full[v_stage], i / V_STAGES);
-        multiply<DOUT_STEPS, DQ_QUERIES, DQ_KEYS>(dp_acc, dout_frag, smem.dout, group_row,
-                                                  smem.v[v_stage]);
+        multiply<Q_IN_REGISTERS, DQ_QUERIES, DQ_KEYS>(dp_acc, dout_frag, smem.dout, group_row,
+                                                      smem.v[v_stage]);
         pass_turn(warpgroup);
 
         // ---- P = 2^(S - lse), dS = P * (dP - delta)
@@ -633,17 +622,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             }
     };
 
-    Fragment<K_STEPS> k_frag;  // of the warp's keys
-    Fragment<V_STEPS> v_frag;
+    uint32_t k_frag[DIM / 16][4], v_frag[DIM / 16][4];  // [16, 16] each, of the warp's keys
     // In use until the next tile's first wait.
     uint32_t p_frag[DKV_QUERIES / 16][4] = {}, ds_frag[DKV_QUERIES / 16][4] = {};
     const int first_row = k_start + warp_row;
     if (!SPLIT) {
         float dk_acc[DIM / 8][4] = {}, dv_acc[DIM / 8][4] = {};
         wait_for(smem.k_full, 0);
-        load_rows<K_STEPS>(k_frag, smem.k, warp_row);
+        if (K_IN_REGISTERS) load_rows(k_frag, smem.k, warp_row);
         wait_for(smem.v_full, 0);
-        load_rows<V_STEPS>(v_frag, smem.v, warp_row);
+        if (K_IN_REGISTERS) load_rows(v_frag, smem.v, warp_row);
 
         if (warpgroup == 1) pass_turn(warpgroup);
         wait_for_turn(warpgroup);
@@ -656,16 +644,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             // ---- S^T = K Q^T, dP^T = V dO^T  [DKV_KEYS, DKV_QUERIES], 64 rows in each warpgroup
             Scores s_acc, dp_acc;
             wait_for(smem.q_full[stage], i / DKV_STAGES);
-            multiply<K_STEPS, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row,
-                                                     smem.q[stage]);
+            multiply<K_IN_REGISTERS, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row,
+                                                            smem.q[stage]);
             wgmma_wait_group<1>(dv_acc, dk_acc, p_frag, ds_frag);  // of the tile before
             if (i > 0) {
                 release(smem.q_empty[(i - 1) % DKV_STAGES]);
                 release(smem.dout_empty[(i - 1) % DKV_STAGES]);
             }
             wait_for(smem.dout_full[stage], i / DKV_STAGES);
-            multiply<V_STEPS, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
-                                                     smem.dout[stage]);
+            multiply<K_IN_REGISTERS, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
+                                                            smem.dout[stage]);
             pass_turn(warpgroup);
 
             // ---- dV += P^T dO, dK += dS^T Q  [DKV_KEYS, HEAD_DIM], [64, DIM] in each warpgroup
@@ -690,7 +678,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     } else if (warpgroup == 0) {
         float dv_acc[DIM / 8][4] = {};
         wait_for(smem.k_full, 0);
-        load_rows<K_STEPS>(k_frag, smem.k, warp_row);
 
         // ---- for each Q/dO tile, of each head of the group
         for (int i = 0, head = 0, tile = q_tiles - 1; i < num_tiles; ++i) {
@@ -699,8 +686,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             // ---- S^T = K Q^T  [DKV_KEYS, DKV_QUERIES]
             Scores s_acc;
             wait_for(smem.q_full[stage], i / DKV_STAGES);
-            multiply<K_STEPS, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row,
-                                                     smem.q[stage]);
+            multiply<false, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row, smem.q[stage]);
             wgmma_wait_group<1>(dv_acc, p_frag);  // of the tile before
             if (i > 0) release(smem.dout_empty[(i - 1) % DKV_STAGES]);
             wgmma_wait_group<0>(s_acc);
@@ -728,7 +714,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     } else {
         float dk_acc[DIM / 8][4] = {};
         wait_for(smem.v_full, 0);
-        load_rows<V_STEPS>(v_frag, smem.v, warp_row);
 
         // ---- for each Q/dO tile, of each head of the group
         for (int i = 0; i < num_tiles; ++i) {
@@ -737,8 +722,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             // ---- dP^T = V dO^T  [DKV_KEYS, DKV_QUERIES]
             Scores p_acc, dp_acc;
             wait_for(smem.dout_full[stage], i / DKV_STAGES);
-            multiply<V_STEPS, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
-                                                     smem.dout[stage]);
+            multiply<false, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
+                                                   smem.dout[stage]);
             wgmma_wait_group<1>(dk_acc, ds_frag);  // of the tile before
             if (i > 0) release(smem.q_empty[(i - 1) % DKV_STAGES]);
             wait_for(smem.p_full, i);
