@@ -47,7 +47,9 @@ def test_any_order_is_allowed(case):
     parts = parts_of_dq(case, *inputs)
     allowance = expect(case, *inputs).reordered["dq"]
     rng = torch.Generator().manual_seed(0)
-    first, *others = (in_any_order(parts, case.dtype, rng) for _ in range(20))
+    # Each element has an order of its own, so that many elements need few sums.
+    sums = min(20, 2 + 10**6 // parts.numel())
+    first, *others = (in_any_order(parts, case.dtype, rng) for _ in range(sums))
     for other in others:
         assert not repeated("dq", first, other, allowance)
 
