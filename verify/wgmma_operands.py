@@ -8,17 +8,17 @@ code alone: what the product reads comes from LDSM on one path, and from F2FP on
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.runtime.sass import disassemble
+from common.runtime.sass import disassemble, kernels
 
 A_REGISTERS = 4  # of a thread, for 16-bit elements
 # What writes an operand A: rows that stay, from shared memory; or else P or dS, converted, taken
 # apart where pairs were kept, or handed over by another block as in v12.
 WRITERS = ({"LDSM"}, {"F2FP", "PRMT", "LDG"})
 
-_SECTION = re.compile(r"\s*\.section\s+\.text\.([^,\s]+)")
 _FIRST_REGISTER = re.compile(r".*// \| +# (?=0)")
 _LABEL = re.compile(r"\.L_x_\d+")
 _INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?\w+ )?\s*(([A-Z]\w*).*?)\s*;")
@@ -48,12 +48,11 @@ def mixed_operands(cubin: Path) -> list[str]:
 
 def parse(listing: str) -> list[str]:
     """From the listing of `nvdisasm -c -plr -lrm narrow`, which marks what is written."""
-    _, *sections = _SECTION.split(listing)
-    mistakes = []
-    for kernel, section in zip(sections[::2], sections[1::2], strict=True):
-        code = _instructions(section)
-        mistakes += [f"{kernel}: {mistake}" for mistake in _mistakes(code)[:1]]
-    return mistakes
+    return [
+        f"{kernel}: {mistake}"
+        for kernel, lines in kernels(listing)
+        for mistake in _mistakes(_instructions(lines))[:1]
+    ]
 
 
 def _mistakes(code: list[Instruction]) -> list[str]:
@@ -84,11 +83,11 @@ def _writers(register: int, reader: Instruction) -> set[str]:
     return opcodes
 
 
-def _instructions(section: str) -> list[Instruction]:
+def _instructions(lines: Iterable[str]) -> list[Instruction]:
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     first_column = 0  # of those that stand for R0, R1, ...
-    for line in section.splitlines():
+    for line in lines:
         if header := _FIRST_REGISTER.match(line):
             first_column = header.end()
         elif label := _LABEL.match(line):

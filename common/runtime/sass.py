@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -53,13 +54,19 @@ def count_instructions(cubin: Path) -> dict[str, dict[str, int]]:
     return parse(disassemble(cubin))
 
 
+def kernels(listing: str) -> Iterator[tuple[str, list[str]]]:
+    """Each kernel's name and the lines of its section, one for each instruction among them."""
+    _, *sections = _SECTION.split(listing)
+    for name, section in zip(sections[::2], sections[1::2], strict=True):
+        yield name, section.splitlines()
+
+
 def parse(listing: str) -> dict[str, dict[str, int]]:
-    """From the listing of `nvdisasm -c`: one section per kernel, one line per instruction."""
-    kernels: dict[str, Counter[str]] = {}
-    opcodes: Counter[str] = Counter()
-    for line in listing.splitlines():
-        if section := _SECTION.match(line):
-            opcodes = kernels.setdefault(section[1], Counter())
-        elif (instruction := _INSTRUCTION.match(line)) and instruction[1] != PADDING:
-            opcodes[instruction[1]] += 1
-    return {kernel: dict(sorted(opcodes.items())) for kernel, opcodes in kernels.items()}
+    """From the listing of `nvdisasm -c`."""
+    counts = {}
+    for kernel, lines in kernels(listing):
+        found = filter(None, map(_INSTRUCTION.match, lines))
+        opcodes = Counter(instruction[1] for instruction in found)
+        del opcodes[PADDING]
+        counts[kernel] = dict(sorted(opcodes.items()))
+    return counts
