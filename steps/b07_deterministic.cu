@@ -11,7 +11,6 @@
 //     queries at head_dim 128 keep the tensor cores busy for 3584 clocks, where b06 keeps shared
 //     memory busy for 3072: 0.86 times b06
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
-// draft: no GPU has run it
 #include "backward.cuh"
 #include "bulk.cuh"
 #include "copy.cuh"
@@ -39,11 +38,11 @@ constexpr int SECTION_ROWS = (16 << 20) / (2 * HEAD_DIM * sizeof(Element));
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
 constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128;
-// Tiles in shared memory. Above head_dim 192 there is room for three: two of K, which dS K reads long
-// after dO V^T has read V. With twice as many tiles of half as many keys, S and dP would take longer
-// to read Q and dO from shared memory than to multiply.
-constexpr int K_STAGES = HEAD_DIM <= 128 ? 4 : 2;
-constexpr int V_STAGES = HEAD_DIM <= 192 ? K_STAGES : 1;
+// Tiles in shared memory: as many as there is room for, and more of K, which dS K reads long after
+// dO V^T has read V. With twice as many tiles of half as many keys, S and dP would take longer to
+// read Q and dO from shared memory than to multiply.
+constexpr int K_STAGES = HEAD_DIM <= 128 ? 4 : HEAD_DIM <= 192 ? 3 : 2;
+constexpr int V_STAGES = HEAD_DIM <= 128 ? 4 : HEAD_DIM <= 192 ? 2 : 1;
 
 // attention_dk_dv: a block has rows of keys and takes the queries tile by tile. Above head_dim 128 a
 // warpgroup's dK and dV do not fit into its registers. Both warpgroups then have the same 64 keys: 0
@@ -53,7 +52,8 @@ constexpr int V_STAGES = HEAD_DIM <= 192 ? K_STAGES : 1;
 constexpr bool SPLIT = HEAD_DIM > 128;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = 64;
-constexpr int DKV_STAGES = SPLIT ? 2 : 4;        // tiles of Q, and of dO, in shared memory
+// Tiles of Q, and of dO, in shared memory, again as many as there is room for.
+constexpr int DKV_STAGES = HEAD_DIM <= 128 ? 4 : HEAD_DIM <= 192 ? 3 : 2;
 constexpr bool K_IN_REGISTERS = HEAD_DIM <= 80;  // and V
 // Tiles of an iteration. With one, and DIM 64, ptxas 13.0 allocates P and dS over the registers of K
 // and V, which all tiles need, and nobody loads those again.
@@ -144,17 +144,25 @@ __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int h
                                       full);
 }
 
+// Describes what lies so many elements further on: the lowest bits are the address, in units of 16
+// bytes. That is one addition; from the address each takes three instructions, one after the other.
+__device__ uint64_t advance(uint64_t descriptor, int elements) {
+    return descriptor >> 32 << 32 | uint32_t(descriptor) + elements / VEC;
+}
+
 // Describes the columns d ... d + 15 of a tile, its rows from `row` on.
 template <int ROWS>
 __device__ uint64_t k_major(const Tile<ROWS>& tile, int row, int d) {
-    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, SWIZZLE_128B_TILE);
+    return advance(matrix_descriptor<SWIZZLE_128B>(tile[0][row], 0, SWIZZLE_128B_TILE),
+                   d / PANEL * ROWS * PANEL + d % PANEL);
 }
 
 // Describes the rows row ... row + 15 of panels, their columns from d on.
 template <int N, int ROWS>
 __device__ uint64_t mn_major(const Element (&panels)[N][ROWS][PANEL], int row, int d) {
-    return matrix_descriptor<SWIZZLE_128B>(&panels[d / PANEL][row][d % PANEL], sizeof(panels[0]),
-                                           SWIZZLE_128B_TILE);
+    return advance(
+        matrix_descriptor<SWIZZLE_128B>(panels[0][0], sizeof(panels[0]), SWIZZLE_128B_TILE),
+        (d / PANEL * ROWS + row) * PANEL + d % PANEL);
 }
 
 // Where TMA puts a row's 8 elements from column d on: the 8 chunks of a row are permuted.
@@ -515,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const int k_blocks = (p.seq_k + DKV_KEYS - 1) / DKV_KEYS;
     const int group = p.heads / p.kv_heads;
     // The first keys first: with a mask the most queries see them.
-    const Work work(k_blocks, p.batch * p.kv_heads, max(1, SECTION_ROWS / (p.seq_q * group)));
+    const Work work(k_blocks, p.batch * p.kv_heads, max(1, SECTION_ROWS / p.seq_q));
     const int k_start = work.n * DKV_KEYS;
     const int kv_head = work.head % p.kv_heads;
     const int batch = work.head / p.kv_heads;

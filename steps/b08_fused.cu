@@ -1,17 +1,16 @@
 // b08 -- fused: one warpgroup multiplies while the other computes P and dS, and works overlap
 // change: the consumers start their products in turn, as in v09: dV and dK of a tile, S and dP of the
 //     next one. dQ is that of the tile before, so nobody waits for the other's dS. Up to head_dim 64
-//     a tile has 128 queries. Blocks are persistent: they take the next work from a counter, the
-//     longest first, walk its queries from the last to the first, at each tile all heads of the
-//     group, and while dK and dV leave, the next K and V arrive. A kernel starts before the one in
-//     front of it has ended
+//     a tile has 128 queries, and above, Q has a third tile in shared memory. Blocks are persistent:
+//     they take the next work from a counter, the longest first, walk its queries, at each tile all
+//     heads of the group, so that blocks are at the same tiles at the same time, and while dK and dV
+//     leave, the next K and V arrive. A kernel starts before the one in front of it has ended
 // why: a warp that starts a product is held until the tensor cores have begun most of it, so what
 //     runs beside its exponentials are the other warpgroup's products. In b06 both compute P and dS
 //     at the same time, as each tile's dS makes them wait for each other, and nobody multiplies.
 //     1.15 times b06 at head_dim 128, more where sequences are short or the mask is causal
 // limits: bf16, fp16; head_dim 8-128 by 8; sm_90a
 //     needs 4 bytes of workspace for each element of dQ
-// draft: no GPU has run it
 // repeats: all bits but dq's; blocks add to it in any order
 #include "backward.cuh"
 #include "bulk.cuh"
@@ -27,15 +26,21 @@ constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // starts all loads; the next ones
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int BLOCK_N = 64 * CONSUMERS;             // keys; a warpgroup computes for 64
 constexpr int BLOCK_M = HEAD_DIM <= 64 ? 128 : 64;  // queries of a tile
-constexpr int NUM_STAGES = 2;                       // tiles of Q and of dO in shared memory
-constexpr int DS_STAGES = 3;                        // of dS
+// Tiles in shared memory. Q is read longest, by S first and by dK last; a third tile, where there is
+// room, arrives before a warpgroup can ask for it. dS is read a tile late.
+constexpr int Q_STAGES = HEAD_DIM <= 64 ? 2 : 3;
+constexpr int DOUT_STAGES = 2;
+constexpr int DS_STAGES = 3;
 constexpr int PANEL = 64;  // columns of a panel: 128 bytes, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 
-// Of dQ each warpgroup has 64 rows and a panel of columns: of 128 queries half, or half of the columns.
+// Of dQ each warpgroup has 64 rows: of 128 queries half; of 64 queries all, and a panel of columns.
 constexpr bool DQ_BY_ROWS = BLOCK_M > 64;
 static_assert(DQ_BY_ROWS ? PANELS == 1 : PANELS == CONSUMERS);
+__device__ constexpr int dq_columns(int warpgroup) {
+    return DQ_BY_ROWS ? DIM : warpgroup == 0 ? PANEL : DIM - PANEL;
+}
 
 // Named barriers; 0 is that of __syncthreads. Those of dQ are warpgroup 0's; the others' follow.
 constexpr int CONSUMERS_BARRIER = 1;
@@ -47,10 +52,13 @@ constexpr int TURN_BARRIER = DQ_EMPTY_BARRIER + CONSUMERS;
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
 
-// A tile of dQ lies in the order of the accumulators: the part of each warpgroup, in which four floats
-// of all threads stand one after another for each 8 columns.
-using DqPart = float[PANEL / 8][128][4];
-using DqTile = DqPart[CONSUMERS];
+// Of dQ's accumulators, for each 8 columns of a warpgroup's part: four floats of each thread. So lies a
+// tile of dQ until it is rounded, the second warpgroup's part behind the first one's.
+using DqColumns = float[128][4];
+using DqTile = DqColumns[(dq_columns(0) + dq_columns(1)) / 8];
+__device__ DqColumns* dq_part(DqTile& tile, int warpgroup) {
+    return &tile[warpgroup * dq_columns(0) / 8];
+}
 
 // Of a tile's queries: lse in units of log2, and delta.
 struct Rows {
@@ -58,16 +66,28 @@ struct Rows {
 };
 
 // What a block works on at a time: BLOCK_N keys, and the tiles of queries that see them, of each query
-// head of the keys' group. From the last tile on, each for all heads: so the blocks that have keys of
-// one head are at the same tile, whichever is their first, and L2 has it for all of them.
+// head of the keys' group.
 struct Work {
     int first_key, kv_head, batch;
     int first_head, group;
     int first_tile, end_tile;
-    int num_tiles;  // none: the block has no more works
+    int num_tiles;                     // of all heads; none: the block has no more works
+    int start_tile, start_head, step;  // where the walk through the tiles begins, and its direction
+};
 
-    // The tile of queries that is the work's n-th.
-    __device__ int tile(int n) const { return end_tile - 1 - n / group; }
+// A walk through a work's tiles, of each all heads, once around: behind the last tile is the first.
+struct Walk {
+    int tile, head;
+
+    __device__ explicit Walk(const Work& work) : tile(work.start_tile), head(work.start_head) {}
+
+    __device__ void next(const Work& work) {
+        if (++head < work.first_head + work.group) return;
+        head = work.first_head;
+        tile += work.step;
+        if (tile == work.end_tile) tile = work.first_tile;
+        if (tile < work.first_tile) tile = work.end_tile - 1;
+    }
 };
 
 // Of Rows, and of DqTile.
@@ -80,15 +100,16 @@ using DsTile = Element[BLOCK_M / PANEL][BLOCK_N][PANEL];
 
 struct alignas(SWIZZLE_128B_TILE) SharedMemory {
     Tile<BLOCK_N> k, v;
-    Tile<BLOCK_M> q[NUM_STAGES];
-    Tile<BLOCK_M> dout[NUM_STAGES];
-    DsTile ds[DS_STAGES];   // in the end dV
-    DqTile staging;         // dQ, on its way to its sum; in the end dK
-    Rows rows[NUM_STAGES];  // arrive with Q
-    Mbarrier k_full, v_full, q_full[NUM_STAGES], dout_full[NUM_STAGES];  // the tile has arrived
-    Mbarrier k_empty, v_empty, stage_empty[NUM_STAGES];  // every consumer warp has read it
-    Mbarrier ds_full[DS_STAGES];                         // all of dS is there
-    Work works[2];                                       // this one, and the next
+    Tile<BLOCK_M> q[Q_STAGES];
+    Tile<BLOCK_M> dout[DOUT_STAGES];
+    DsTile ds[DS_STAGES];                     // in the end dV
+    DqColumns staging[CONSUMERS][PANEL / 8];  // dQ, on its way to its sum; in the end dK
+    Rows rows[Q_STAGES];                      // arrive with Q
+    int q_start[Q_STAGES];                    // the tile's first query
+    Mbarrier k_full, v_full, q_full[Q_STAGES], dout_full[DOUT_STAGES];      // the tile has arrived
+    Mbarrier k_empty, v_empty, q_empty[Q_STAGES], dout_empty[DOUT_STAGES];  // all have read it
+    Mbarrier ds_full[DS_STAGES];                                            // all of dS is there
+    Work works[2];  // this one, and the next
     Mbarrier work_full[2], work_empty[2];
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
@@ -145,17 +166,25 @@ __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int row, int h
         cp_async_bulk_tensor_load(tile[panel][0], map, PANEL * panel, row, head, batch, full);
 }
 
+// Describes what lies so many elements further on: the lowest bits are the address, in units of 16
+// bytes. That is one addition; from the address each takes three instructions, one after the other.
+__device__ uint64_t advance(uint64_t descriptor, int elements) {
+    return descriptor >> 32 << 32 | uint32_t(descriptor) + elements / VEC;
+}
+
 // Describes the columns d ... d + 15 of a tile, its rows from `row` on.
 template <int ROWS>
 __device__ uint64_t k_major(const Tile<ROWS>& tile, int row, int d) {
-    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, SWIZZLE_128B_TILE);
+    return advance(matrix_descriptor<SWIZZLE_128B>(tile[0][row], 0, SWIZZLE_128B_TILE),
+                   d / PANEL * ROWS * PANEL + d % PANEL);
 }
 
 // Describes the rows row ... row + 15 of panels, their columns from d on.
 template <int N, int ROWS>
 __device__ uint64_t mn_major(const Element (&panels)[N][ROWS][PANEL], int row, int d) {
-    return matrix_descriptor<SWIZZLE_128B>(&panels[d / PANEL][row][d % PANEL], sizeof(panels[0]),
-                                           SWIZZLE_128B_TILE);
+    return advance(
+        matrix_descriptor<SWIZZLE_128B>(panels[0][0], sizeof(panels[0]), SWIZZLE_128B_TILE),
+        (d / PANEL * ROWS + row) * PANEL + d % PANEL);
 }
 
 // Where TMA puts a row's 8 elements from column d on: the 8 chunks of a row are permuted.
@@ -230,8 +259,9 @@ __device__ void multiply_add(float (&acc)[DIM / 8][4], uint32_t (&a)[BLOCK_M / 1
     wgmma_commit_group();
 }
 
-// Starts dq_acc = dS K, the warpgroup's part  [64, PANEL]
-__device__ void multiply_dq(float (&dq_acc)[PANEL / 8][4], const DsTile& ds, const Tile<BLOCK_N>& k,
+// Starts dq_acc = dS K, the warpgroup's part  [64, 8 TILES]
+template <int TILES>
+__device__ void multiply_dq(float (&dq_acc)[TILES][4], const DsTile& ds, const Tile<BLOCK_N>& k,
                             int warpgroup) {
     const int row = DQ_BY_ROWS ? 64 * warpgroup : 0, column = DQ_BY_ROWS ? 0 : PANEL * warpgroup;
     wgmma_fence(dq_acc);
@@ -274,17 +304,18 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     attention_delta(const __grid_constant__ BackwardParams p) {
     griddepcontrol_launch_dependents();  // attention_backward may begin to load
     const int q_tiles = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
-    const int head = blockIdx.x / q_tiles % p.heads;
-    const int batch = blockIdx.x / q_tiles / p.heads;
+    const int block = gridDim.x - 1 - blockIdx.x;  // so that L2 has those of the first works
+    const int head = block / q_tiles % p.heads;
+    const int batch = block / q_tiles / p.heads;
     const Element* o = p.o + batch * p.o_stride.batch + head * p.o_stride.head;
     const Element* dout = p.dout + batch * p.dout_stride.batch + head * p.dout_stride.head;
-    Rows& rows = static_cast<Rows*>(p.workspace[0])[blockIdx.x];
+    Rows& rows = static_cast<Rows*>(p.workspace[0])[block];
 
     if (blockIdx.x == 0 && threadIdx.x == 0) *works_taken(p) = 0;
 
     float largest = 0.0f;
     for (int r = threadIdx.x / LANES; r < BLOCK_M; r += ROW_THREADS / LANES) {
-        const int i = blockIdx.x % q_tiles * BLOCK_M + r;
+        const int i = block % q_tiles * BLOCK_M + r;
         const int row = min(i, p.seq_q - 1);  // all lanes take part in the shuffles
         float delta = 0.0f;
         for (int d = threadIdx.x % LANES * VEC; d < HEAD_DIM; d += LANES * VEC) {
@@ -309,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
             rows.delta[r] = i < p.seq_q ? delta : 0.0f;
         }
     }
-    float* dq = reinterpret_cast<float*>(static_cast<DqTile*>(p.workspace[1])[blockIdx.x]);
+    float* dq = reinterpret_cast<float*>(static_cast<DqTile*>(p.workspace[1])[block]);
     for (int n = 4 * threadIdx.x; n < sizeof(DqTile) / sizeof(float); n += 4 * ROW_THREADS)
         store_float4(&dq[n], make_float4(0.0f, 0.0f, 0.0f, 0.0f));
     if (IS_FP16<Element>) {
@@ -318,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
         __syncthreads();  // every warp's part is there
         for (float of_warp : of_warps) largest = fmaxf(largest, of_warp);
-        if (threadIdx.x == 0) largest_of_tiles(p)[blockIdx.x] = largest;
+        if (threadIdx.x == 0) largest_of_tiles(p)[block] = largest;
     }
 }
 
@@ -352,8 +383,9 @@ __device__ Work make_work(const BackwardParams& p, int n) {
     const int place = n % (section_heads * k_blocks);
     const int heads = min(section_heads, all_heads - section * section_heads);
     const int head = section * section_heads + place % heads;
+    const int k_block = place / heads;
     Work work;
-    work.first_key = place / heads * BLOCK_N;
+    work.first_key = k_block * BLOCK_N;
     work.kv_head = head % p.kv_heads;
     work.batch = head / p.kv_heads;
     work.group = p.heads / p.kv_heads;
@@ -362,6 +394,17 @@ __device__ Work make_work(const BackwardParams& p, int n) {
     work.first_tile = CAUSAL ? max(0, work.first_key + p.seq_q - p.seq_k) / BLOCK_M : 0;
     work.end_tile = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
     work.num_tiles = work.group * (work.end_tile - work.first_tile);
+    // A block's second work of a section, walked upward, is where the others are, if they took theirs
+    // earlier and have longer ones: a tile comes from L2 for all of them. Each is a step behind its
+    // neighbour: they do not add to the same dQ at the same time.
+    if (work.num_tiles > 0) {
+        const bool upward = CAUSAL && place >= heads * k_blocks / 2;
+        const int n = k_block % work.num_tiles;
+        work.step = upward ? 1 : -1;
+        work.start_tile =
+            (upward ? work.first_tile : work.end_tile - 1) + work.step * (n / work.group);
+        work.start_head = work.first_head + n % work.group;
+    }
     return work;
 }
 
@@ -374,41 +417,39 @@ __device__ void release_work(SharedMemory& smem, int round) { release(smem.work_
 
 // ---- load K and V, and the tiles
 __device__ void load(const BackwardParams& p, SharedMemory& smem) {
-    int i = 0;           // tiles of all works so far
-    int n = blockIdx.x;  // the block's first work; then, whichever is next when it gets there
-    for (int round = 0;; ++round, n = gridDim.x + take_ticket(works_taken(p))) {
+    int i = 0;                // tiles of all works so far
+    int ticket = blockIdx.x;  // the block's first work; then, whichever is next when it gets there
+    for (int round = 0;; ++round, ticket = gridDim.x + take_ticket(works_taken(p))) {
         Work& work = smem.works[round % 2];
         wait_for(smem.work_empty[round % 2], round / 2 - 1);
-        work = make_work(p, n);
+        work = make_work(p, ticket);
         mbarrier_arrive(smem.work_full[round % 2]);
         if (work.num_tiles == 0) return;
-        bool is_first = true;
-        for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile)
-            for (int head = work.first_head; head < work.first_head + work.group; ++head, ++i) {
-                const int stage = i % NUM_STAGES;
-                Mbarrier &q_full = smem.q_full[stage], &dout_full = smem.dout_full[stage];
-                wait_for(smem.stage_empty[stage], i / NUM_STAGES - 1);
-                mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(Rows));
-                load_tile(smem.q[stage], p.q_map, tile * BLOCK_M, head, work.batch, q_full);
-                mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]));
-                load_tile(smem.dout[stage], p.dout_map, tile * BLOCK_M, head, work.batch,
-                          dout_full);
-                if (is_first) {  // V before K, which is read for longer in the work before
-                    wait_for(smem.v_empty, round - 1);
-                    mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
-                    load_tile(smem.v, p.v_map, work.first_key, work.kv_head, work.batch,
-                              smem.v_full);
-                    wait_for(smem.k_empty, round - 1);
-                    mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
-                    load_tile(smem.k, p.k_map, work.first_key, work.kv_head, work.batch,
-                              smem.k_full);
-                    is_first = false;
-                }
-                if (i == 0) griddepcontrol_wait();  // attention_delta has written all rows
-                const Rows* rows = static_cast<const Rows*>(p.workspace[0]);
-                cp_async_bulk_load(&smem.rows[stage], rows + tile_index(p, work, head, tile),
-                                   sizeof(Rows), q_full);
+        Walk at(work);
+        for (int n = 0; n < work.num_tiles; ++n, ++i, at.next(work)) {
+            const int q_stage = i % Q_STAGES, dout_stage = i % DOUT_STAGES;
+            const int q_start = at.tile * BLOCK_M;
+            const Rows* rows = static_cast<const Rows*>(p.workspace[0]);
+            Mbarrier &q_full = smem.q_full[q_stage], &dout_full = smem.dout_full[dout_stage];
+            wait_for(smem.q_empty[q_stage], i / Q_STAGES - 1);
+            smem.q_start[q_stage] = q_start;
+            mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(Rows));
+            load_tile(smem.q[q_stage], p.q_map, q_start, at.head, work.batch, q_full);
+            wait_for(smem.dout_empty[dout_stage], i / DOUT_STAGES - 1);
+            mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]));
+            load_tile(smem.dout[dout_stage], p.dout_map, q_start, at.head, work.batch, dout_full);
+            if (n == 0) {  // V before K, which is read for longer in the work before
+                wait_for(smem.v_empty, round - 1);
+                mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
+                load_tile(smem.v, p.v_map, work.first_key, work.kv_head, work.batch, smem.v_full);
+                wait_for(smem.k_empty, round - 1);
+                mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
+                load_tile(smem.k, p.k_map, work.first_key, work.kv_head, work.batch, smem.k_full);
             }
+            if (i == 0) griddepcontrol_wait();  // attention_delta has written all rows
+            cp_async_bulk_load(&smem.rows[q_stage], rows + tile_index(p, work, at.head, at.tile),
+                               sizeof(Rows), q_full);
+        }
     }
 }
 
@@ -417,19 +458,21 @@ __device__ void add_dq(const BackwardParams& p, SharedMemory& smem, int warpgrou
     for (int round = 0;; ++round) {
         const Work& work = wait_for_work(smem, round);
         if (work.num_tiles == 0) return;
-        for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile)
-            for (int head = work.first_head; head < work.first_head + work.group; ++head) {
-                bar_sync(DQ_FULL_BARRIER + warpgroup, 160);
-                if (threadIdx.x % 32 == 0) {
-                    DqTile* sums = static_cast<DqTile*>(p.workspace[1]);
-                    cp_reduce_async_bulk_add(sums[tile_index(p, work, head, tile)][warpgroup][0][0],
-                                             smem.staging[warpgroup][0][0], sizeof(DqPart));
-                    cp_async_bulk_commit_group();
-                    cp_async_bulk_wait_group_read<0>();
-                }
-                __syncwarp();
-                bar_arrive(DQ_EMPTY_BARRIER + warpgroup, 160);
+        Walk at(work);
+        for (int n = 0; n < work.num_tiles; ++n, at.next(work)) {
+            bar_sync(DQ_FULL_BARRIER + warpgroup, 160);
+            if (threadIdx.x % 32 == 0) {
+                DqTile* sums = static_cast<DqTile*>(p.workspace[1]);
+                DqTile& sum = sums[tile_index(p, work, at.head, at.tile)];
+                cp_reduce_async_bulk_add(dq_part(sum, warpgroup)[0][0],
+                                         smem.staging[warpgroup][0][0],
+                                         dq_columns(warpgroup) / 8 * sizeof(DqColumns));
+                cp_async_bulk_commit_group();
+                cp_async_bulk_wait_group_read<0>();
             }
+            __syncwarp();
+            bar_arrive(DQ_EMPTY_BARRIER + warpgroup, 160);
+        }
         release_work(smem, round);
     }
 }
@@ -482,72 +525,72 @@ __device__ void scores_gradient(float (&dp)[BLOCK_M / 8][4], const float (&prob)
         }
 }
 
-// ---- all five products of the warpgroup's 64 keys
+// ---- all five products of the warpgroup's 64 keys. Each warpgroup has a code of its own, in which its
+// number is known: the descriptors of K and V are constants, and dQ has no columns past the last one.
+template <int WARPGROUP>
 __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
-    const int warpgroup = warp / 4, lane = threadIdx.x % 32;
-    const int group_row = 64 * warpgroup;  // the warpgroup's first key in the block
+    const int lane = threadIdx.x % 32;
+    const int group_row = 64 * WARPGROUP;  // the warpgroup's first key in the block
     const int warp_row = 16 * warp;        // and the warp's
-    DqPart& dq_staging = smem.staging[warpgroup];
-    Tile<64>& dk_staging = reinterpret_cast<Tile<64>&>(dq_staging);
-    Tile<64>& dv_staging = reinterpret_cast<Tile<64>*>(smem.ds)[warpgroup];
+    DqColumns* dq_staging = smem.staging[WARPGROUP];
+    Tile<64>& dk_staging = reinterpret_cast<Tile<64>&>(smem.staging[WARPGROUP]);
+    Tile<64>& dv_staging = reinterpret_cast<Tile<64>*>(smem.ds)[WARPGROUP];
 
     // Ping-pong scheduling: the warpgroups start their products in turn, so that the products of one
     // run while the other one computes P and dS. Nobody takes the last turn.
-    const auto wait_for_turn = [&] { bar_sync(TURN_BARRIER + warpgroup, 128 * CONSUMERS); };
-    const auto pass_turn = [&] { bar_arrive(TURN_BARRIER + 1 - warpgroup, 128 * CONSUMERS); };
-    if (warpgroup == 1) pass_turn();  // the first turn is warpgroup 0's
+    const auto wait_for_turn = [&] { bar_sync(TURN_BARRIER + WARPGROUP, 128 * CONSUMERS); };
+    const auto pass_turn = [&] { bar_arrive(TURN_BARRIER + 1 - WARPGROUP, 128 * CONSUMERS); };
+    if (WARPGROUP == 1) pass_turn();  // the first turn is warpgroup 0's
 
     int i = 0;  // tiles of all works so far
     for (int round = 0;; ++round) {
         const Work& work = wait_for_work(smem, round);
-        if (work.num_tiles == 0) break;
+        const int num_tiles = work.num_tiles;
+        if (num_tiles == 0) break;
         const float factor = factor_of(p, work), unscale = 1.0f / factor;
         const int first_key = work.first_key + warp_row;
         float dk_acc[DIM / 8][4] = {}, dv_acc[DIM / 8][4] = {};
-        float dq_acc[PANEL / 8][4];
+        float dq_acc[dq_columns(WARPGROUP) / 8][4];
 
         // Starts dQ = dS K of tile i  [BLOCK_M, HEAD_DIM], a part in each warpgroup
         const auto start_dq = [&](int i) {
             wait_for(smem.ds_full[i % DS_STAGES], i / DS_STAGES);
-            multiply_dq(dq_acc, smem.ds[i % DS_STAGES], smem.k, warpgroup);
+            multiply_dq(dq_acc, smem.ds[i % DS_STAGES], smem.k, WARPGROUP);
         };
         // dQ of the work's tile n, to the warp that adds it
         const auto store_dq = [&](int n) {
-            if (n > 0) bar_sync(DQ_EMPTY_BARRIER + warpgroup, 160);  // dQ's place is free
+            if (n > 0) bar_sync(DQ_EMPTY_BARRIER + WARPGROUP, 160);  // dQ's place is free
 #pragma unroll
-            for (int j = 0; j < PANEL / 8; ++j) {
+            for (int j = 0; j < dq_columns(WARPGROUP) / 8; ++j) {
                 const float* x = dq_acc[j];
                 store_float4(
                     dq_staging[j][threadIdx.x % 128],
                     make_float4(x[0] * unscale, x[1] * unscale, x[2] * unscale, x[3] * unscale));
             }
             fence_proxy_async();                           // by each writer of dQ
-            bar_arrive(DQ_FULL_BARRIER + warpgroup, 160);  // dQ is complete
+            bar_arrive(DQ_FULL_BARRIER + WARPGROUP, 160);  // dQ is complete
         };
 
         // The work's tile n; dQ of the one before, whose dS is there from both warpgroups
         const auto tile_step = [&](int n, auto first) {
             constexpr bool IS_FIRST = decltype(first)::value;
-            const int stage = i % NUM_STAGES;
+            const int q_stage = i % Q_STAGES, dout_stage = i % DOUT_STAGES;
 
             // ---- S^T = K Q^T, dP^T = V dO^T  [BLOCK_N, BLOCK_M], [64, BLOCK_M] in each warpgroup
             float s_acc[BLOCK_M / 8][4], dp_acc[BLOCK_M / 8][4];
-            wait_for(smem.q_full[stage], i / NUM_STAGES);
-            // Asked for in each tile: kept over the loop of works, it is taken out of the uniform
-            // registers, and the descriptors with it.
-            const int group_row = 64 * (warp_number() / 4);
-            multiply(s_acc, smem.k, group_row, smem.q[stage]);
-            wait_for(smem.dout_full[stage], i / NUM_STAGES);
-            multiply(dp_acc, smem.v, group_row, smem.dout[stage]);
+            wait_for(smem.q_full[q_stage], i / Q_STAGES);
+            multiply(s_acc, smem.k, group_row, smem.q[q_stage]);
+            wait_for(smem.dout_full[dout_stage], i / DOUT_STAGES);
+            multiply(dp_acc, smem.v, group_row, smem.dout[dout_stage]);
             pass_turn();
 
             // ---- P = 2^(S - lse), dS = P * (dP - delta)
             uint32_t p_frag[BLOCK_M / 16][4], ds_frag[BLOCK_M / 16][4];
             wgmma_wait_group<1>(s_acc);
-            exponentials(s_acc, p, smem.rows[stage], first_key, work.tile(n) * BLOCK_M);
+            exponentials(s_acc, p, smem.rows[q_stage], first_key, smem.q_start[q_stage]);
             convert(p_frag, s_acc);
             wgmma_wait_group<0>(dp_acc);
-            scores_gradient(dp_acc, s_acc, smem.rows[stage], factor);
+            scores_gradient(dp_acc, s_acc, smem.rows[q_stage], factor);
             convert(ds_frag, dp_acc);
             if (IS_FIRST && round > 0) {
                 if (lane == 0) cp_async_bulk_wait_group_read<0>();
@@ -560,15 +603,17 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
             // ---- dV += P^T dO, dK += dS^T Q  [BLOCK_N, HEAD_DIM], [64, DIM] in each warpgroup; and
             // dQ of the tile before
             wait_for_turn();
-            multiply_add(dv_acc, p_frag, smem.dout[stage]);
+            multiply_add(dv_acc, p_frag, smem.dout[dout_stage]);
             if constexpr (!IS_FIRST) start_dq(i - 1);
-            multiply_add(dk_acc, ds_frag, smem.q[stage]);
+            multiply_add(dk_acc, ds_frag, smem.q[q_stage]);
             if constexpr (!IS_FIRST) {
                 wgmma_wait_group<1>(dq_acc);
+                release(smem.dout_empty[dout_stage]);
                 store_dq(n - 1);
             }
             wgmma_wait_group<0>(dv_acc, dk_acc, p_frag, ds_frag);
-            release(smem.stage_empty[stage]);
+            if constexpr (IS_FIRST) release(smem.dout_empty[dout_stage]);
+            release(smem.q_empty[q_stage]);
             ++i;
         };
 
@@ -577,21 +622,21 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
         wait_for(smem.v_full, round);
         wait_for_turn();
         tile_step(0, std::true_type());
-        for (int n = 1; n < work.num_tiles; ++n) tile_step(n, std::false_type());
+        for (int n = 1; n < num_tiles; ++n) tile_step(n, std::false_type());
         release(smem.v_empty);
         start_dq(i - 1);
         pass_turn();
         wgmma_wait_group<0>(dq_acc);
         release(smem.k_empty);
-        store_dq(work.num_tiles - 1);
+        store_dq(num_tiles - 1);
 
         // ---- write dK and dV, in the places of dQ and dS, while the next K and V arrive
-        bar_sync(DQ_EMPTY_BARRIER + warpgroup, 160);  // the last dQ has left
-        write(p.dk_map, first_key, work.kv_head, work.batch, dk_staging, warp_row - group_row,
-              dk_acc, p.softmax_scale * unscale);
+        bar_sync(DQ_EMPTY_BARRIER + WARPGROUP, 160);  // the last dQ has left
+        write(p.dk_map, first_key, work.kv_head, work.batch, dk_staging, warp_row % 64, dk_acc,
+              p.softmax_scale * unscale);
         bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // all products have read dS
-        write(p.dv_map, first_key, work.kv_head, work.batch, dv_staging, warp_row - group_row,
-              dv_acc, 1.0f);
+        write(p.dv_map, first_key, work.kv_head, work.batch, dv_staging, warp_row % 64, dv_acc,
+              1.0f);
         release_work(smem, round);
     }
     if (lane == 0) cp_async_bulk_wait_group_read<0>();
@@ -610,10 +655,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         mbarrier_init(smem.k_empty, 4 * CONSUMERS);
         mbarrier_init(smem.v_empty, 4 * CONSUMERS);
 #pragma unroll
-        for (int stage = 0; stage < NUM_STAGES; ++stage) {
+        for (int stage = 0; stage < Q_STAGES; ++stage) {
             mbarrier_init(smem.q_full[stage], 1);
+            mbarrier_init(smem.q_empty[stage], 4 * CONSUMERS);
+        }
+#pragma unroll
+        for (int stage = 0; stage < DOUT_STAGES; ++stage) {
             mbarrier_init(smem.dout_full[stage], 1);
-            mbarrier_init(smem.stage_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.dout_empty[stage], 4 * CONSUMERS);
         }
 #pragma unroll
         for (int stage = 0; stage < DS_STAGES; ++stage)
@@ -640,7 +689,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     // What attention_delta has written is there, dQ = 0 among it.
     griddepcontrol_wait();
-    compute(p, smem, warp);
+    if (warp < 4)
+        compute<0>(p, smem, warp);
+    else
+        compute<1>(p, smem, warp);
 }
 
 // dQ in its order and type  [batch, heads, seq_q, HEAD_DIM]
@@ -648,17 +700,19 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     attention_round(const __grid_constant__ BackwardParams p) {
     Tile<BLOCK_M>& tile = shared_memory<Tile<BLOCK_M>>();
     const int q_tiles = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
-    const int q_start = blockIdx.x % q_tiles * BLOCK_M;
-    const int head = blockIdx.x / q_tiles % p.heads;
-    const int batch = blockIdx.x / q_tiles / p.heads;
+    const int block = gridDim.x - 1 - blockIdx.x;  // L2 has the sums of the last works
+    const int q_start = block % q_tiles * BLOCK_M;
+    const int head = block / q_tiles % p.heads;
+    const int batch = block / q_tiles / p.heads;
     const int warpgroup = threadIdx.x / 128;
     griddepcontrol_wait();  // all sums are complete
-    const DqTile& sums = static_cast<const DqTile*>(p.workspace[1])[blockIdx.x];
+    DqTile& sum = static_cast<DqTile*>(p.workspace[1])[block];
 
-    float dq_acc[PANEL / 8][4];
+    float dq_acc[PANEL / 8][4] = {};
 #pragma unroll
     for (int n = 0; n < PANEL / 8; ++n) {
-        const float4 x = load_float4(sums[warpgroup][n][threadIdx.x % 128]);
+        if (n >= dq_columns(warpgroup) / 8) break;
+        const float4 x = load_float4(dq_part(sum, warpgroup)[n][threadIdx.x % 128]);
         const float scaled[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) dq_acc[n][i] = p.softmax_scale * scaled[i];
