@@ -22,6 +22,7 @@ TRAININGS = (OURS, "sdpa")
 WORKLOADS = ("layer", "gpt", "llama")  # that the speed of training is measured on
 NAIVE = "sdpa_math"  # of the peers, torch's unfused code, which holds all scores
 FA3 = "flash_attention_3"  # of the peers, the one whose speed others are shares of
+FA3_DETERMINISTIC = "flash_attention_3_deterministic"  # its backward with the sums in one order
 EACH = object()  # stands for all keys of a dict that the form does not name
 
 

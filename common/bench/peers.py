@@ -26,7 +26,7 @@ from verify.inputs import Inputs
 
 from ..operation import BACKWARD, FORWARD, Operation
 from ..problem import Shape
-from ..record_schema import FA3, NAIVE
+from ..record_schema import FA3, FA3_DETERMINISTIC, NAIVE
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of an operation in its order, or the first one
 Attention = Callable[..., torch.Tensor]  # of q, k and v
@@ -59,16 +59,14 @@ def load(
     operation: Operation, inputs: Inputs, *, causal: bool, without: Collection[str] = ()
 ) -> dict[str, Peer | str]:
     """Every peer but those named in without, ready to run on the inputs, or why it is missing."""
-    names = [name for name in (*SDPA, FA3) if name not in without]
+    names = [name for name in LOADERS[operation] if name not in without]
     return {name: load_peer(name, operation, inputs, causal=causal) for name in names}
 
 
 def load_peer(name: str, operation: Operation, inputs: Inputs, *, causal: bool) -> Peer | str:
     """One peer, ready to run on the inputs, or why it is missing."""
-    sdpa, flash_attention_3 = LOADERS[operation]
-    loader = flash_attention_3 if name == FA3 else partial(sdpa, SDPA[name])
     try:
-        peer = loader(*inputs, causal=causal)
+        peer = LOADERS[operation][name](*inputs, causal=causal)
         peer.call()  # some refuse the device, the shape or the memory only when they run
         torch.cuda.synchronize()
         return peer
@@ -168,8 +166,8 @@ class _FlashAttention3:
     """FlashAttention-3 from somewhere, for tensors [batch, seq, heads, head_dim].
 
     forward is a function of q, k, v and causal, differentiable the same for autograd. backward
-    takes the operation's inputs and causal, and returns a function that computes the gradients, and
-    its held_bytes.
+    takes the operation's inputs, causal and deterministic, and returns a function that computes the
+    gradients, and its held_bytes.
     """
 
     forward: Attention
@@ -184,10 +182,12 @@ def _flash_attention_3(q, k, v, *, causal: bool) -> Peer:
     return Peer(lambda: library.forward(q, k, v, causal).transpose(1, 2), library.route)
 
 
-def _flash_attention_3_backward(q, k, v, o, lse, dout, *, causal: bool) -> Peer:
+def _flash_attention_3_backward(
+    q, k, v, o, lse, dout, *, causal: bool, deterministic: bool = False
+) -> Peer:
     library = _find_flash_attention_3()
     q, k, v, o, dout = _sequence_first(q, k, v, o, dout)
-    gradients, held_bytes = library.backward(q, k, v, o, lse, dout, causal)
+    gradients, held_bytes = library.backward(q, k, v, o, lse, dout, causal, deterministic)
     return Peer(lambda: tuple(x.transpose(1, 2) for x in gradients()), library.route, held_bytes)
 
 
@@ -207,12 +207,13 @@ def _find_flash_attention_3() -> _FlashAttention3:
         pass
     else:
 
-        def forward(q, k, v, causal: bool) -> torch.Tensor:
-            result = flash_attn_interface.flash_attn_func(q, k, v, causal=causal)
+        def forward(q, k, v, causal: bool, **options) -> torch.Tensor:
+            result = flash_attn_interface.flash_attn_func(q, k, v, causal=causal, **options)
             return result[0] if isinstance(result, tuple) else result  # older ones return lse, too
 
-        def backward(q, k, v, o, lse, dout, causal: bool):
-            return _gradients(partial(forward, causal=causal), q, k, v, o, lse, dout)
+        def backward(q, k, v, o, lse, dout, causal: bool, deterministic: bool):
+            attention = partial(forward, causal=causal, deterministic=deterministic)
+            return _gradients(attention, q, k, v, o, lse, dout)
 
         return _FlashAttention3(forward, forward, backward, "flash_attn_interface")
     try:
@@ -230,16 +231,19 @@ def _registered_ops(route: str) -> _FlashAttention3:
     def forward(q, k, v, causal: bool) -> torch.Tensor:
         return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal)[0]
 
-    def backward(q, k, v, o, lse, dout, causal: bool):
-        return partial(_registered_gradients, q, k, v, o, lse, dout, causal), 0
+    def backward(*inputs_and_options):
+        return partial(_registered_gradients, *inputs_and_options), 0
 
     return _FlashAttention3(forward, _RegisteredOps.apply, backward, route)
 
 
-def _registered_gradients(q, k, v, o, lse, dout, causal: bool) -> tuple[torch.Tensor, ...]:
+def _registered_gradients(
+    q, k, v, o, lse, dout, causal: bool, deterministic: bool = False
+) -> tuple[torch.Tensor, ...]:
     # Given, as versions differ in whether they return them.
     dq, dk, dv = outputs = tuple(torch.empty_like(x) for x in (q, k, v))
-    torch.ops.flash_attn_3.bwd(dout, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, is_causal=causal)
+    options = {"is_causal": causal, "deterministic": deterministic}
+    torch.ops.flash_attn_3.bwd(dout, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, **options)
     return outputs
 
 
@@ -258,8 +262,15 @@ class _RegisteredOps(torch.autograd.Function):
         return *_registered_gradients(*ctx.saved_tensors, dout, ctx.causal), None
 
 
-# By operation: of torch's backends and of FlashAttention-3.
+# What loads each peer, by operation and name, from the operation's inputs.
 LOADERS = {
-    FORWARD: (_sdpa, _flash_attention_3),
-    BACKWARD: (_sdpa_backward, _flash_attention_3_backward),
+    FORWARD: {
+        **{name: partial(_sdpa, backend) for name, backend in SDPA.items()},
+        FA3: _flash_attention_3,
+    },
+    BACKWARD: {
+        **{name: partial(_sdpa_backward, backend) for name, backend in SDPA.items()},
+        FA3: _flash_attention_3_backward,
+        FA3_DETERMINISTIC: partial(_flash_attention_3_backward, deterministic=True),
+    },
 }

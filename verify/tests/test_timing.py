@@ -10,7 +10,6 @@ from common.bench import peers, trial
 from common.bench.attentions import forward_and_backward
 from common.bench.peers import (
     Peer,
-    _flash_attention_3_backward,
     _registered_ops,
     _sdpa,
     _sdpa_backward,
@@ -24,6 +23,7 @@ from verify.inputs import Inputs
 from verify.reference import attention_reference, gradients_reference
 
 PEERS = ["sdpa_math", "sdpa_flash", "sdpa_cudnn", "flash_attention_3"]
+DETERMINISTIC = "flash_attention_3_deterministic"
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -92,7 +92,8 @@ class RegisteredOps:
         o, lse = attention_reference(q, k, v, causal=is_causal, softmax_scale=q.shape[-1] ** -0.5)
         return [o.transpose(1, 2).to(self.dtype), lse.float(), torch.empty(0), torch.empty(0)]
 
-    def bwd(self, *inputs, dq, dk, dv, is_causal):
+    def bwd(self, *inputs, dq, dk, dv, is_causal, deterministic):
+        self.deterministic = deterministic
         q, k, v, o, dout = (x.transpose(1, 2) for x in (*inputs[1:5], inputs[0]))
         gradients = gradients_reference(
             q, k, v, o, inputs[5], dout, causal=is_causal, softmax_scale=q.shape[-1] ** -0.5
@@ -101,16 +102,19 @@ class RegisteredOps:
             output.copy_(gradient.transpose(1, 2))
 
 
-def test_gradients_of_flash_attention_3_lie_as_the_operation_has_them(monkeypatch):
-    monkeypatch.setattr(torch.ops, "flash_attn_3", RegisteredOps(), raising=False)
+@pytest.mark.parametrize("name", ["flash_attention_3", DETERMINISTIC])
+def test_gradients_of_flash_attention_3_lie_as_the_operation_has_them(monkeypatch, name):
+    registered = RegisteredOps()
+    monkeypatch.setattr(torch.ops, "flash_attn_3", registered, raising=False)
     monkeypatch.setattr(peers, "_find_flash_attention_3", lambda: _registered_ops("fake"))
     case, inputs = make_backward(24, 2, "cpu", torch.float32, True)
-    peer = _flash_attention_3_backward(*inputs, causal=True)
+    peer = peers.LOADERS[BACKWARD][name](*inputs, causal=True)
     assert (peer.route, peer.held_bytes) == ("fake", 0)
     for got, expected in zip(
         peer.call(), gradients_reference(*inputs, **case.arguments), strict=True
     ):
         assert (got - expected).abs().max() < 1e-5
+    assert registered.deterministic == (name == DETERMINISTIC)
 
 
 @pytest.mark.parametrize("name", ["sdpa_math", "flash_attention_3"])
@@ -175,7 +179,7 @@ def test_peers_compute_attention(causal, seq_q, kv_heads):
 def test_peers_compute_gradients(causal, seq_q, kv_heads):
     case, inputs = make_backward(seq_q, kv_heads, "cuda", torch.bfloat16, causal)
     loaded = load(BACKWARD, inputs, causal=causal)
-    assert list(loaded) == PEERS
+    assert list(loaded) == [*PEERS, DETERMINISTIC]
     oracle = gradients_reference(*inputs, **case.arguments)
     tried = trial.try_peers(loaded, BACKWARD, oracle)
     assert "sdpa_math" in tried
