@@ -25,7 +25,7 @@ constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // its first lane starts all loads
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int GROUP_BARRIER = 1;  // of warpgroup 0; the other's follows. 0 is that of __syncthreads
 constexpr int TURN_BARRIER = GROUP_BARRIER + CONSUMERS;  // likewise
-constexpr bool TAKE_TURNS = HEAD_DIM <= 128;             // longer products lose by waiting for them
+constexpr bool TAKE_TURNS = HEAD_DIM <= 192;             // longer products lose by waiting for them
 constexpr int PANEL = 64;  // columns of a panel: 128 bytes, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
@@ -38,11 +38,11 @@ constexpr int SECTION_ROWS = (16 << 20) / (2 * HEAD_DIM * sizeof(Element));
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
 constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128;
-// Tiles in shared memory: as many as there is room for, and more of K, which dS K reads long after
-// dO V^T has read V. With twice as many tiles of half as many keys, S and dP would take longer to
-// read Q and dO from shared memory than to multiply.
-constexpr int K_STAGES = HEAD_DIM <= 128 ? 4 : HEAD_DIM <= 192 ? 3 : 2;
-constexpr int V_STAGES = HEAD_DIM <= 128 ? 4 : HEAD_DIM <= 192 ? 2 : 1;
+// Tiles in shared memory. Above head_dim 192 there is room for three: two of K, which dS K reads long
+// after dO V^T has read V. With twice as many tiles of half as many keys, S and dP would take longer
+// to read Q and dO from shared memory than to multiply.
+constexpr int K_STAGES = HEAD_DIM <= 128 ? 4 : 2;
+constexpr int V_STAGES = HEAD_DIM <= 192 ? K_STAGES : 1;
 
 // attention_dk_dv: a block has rows of keys and takes the queries tile by tile. Above head_dim 128 a
 // warpgroup's dK and dV do not fit into its registers. Both warpgroups then have the same 64 keys: 0
@@ -52,7 +52,7 @@ constexpr int V_STAGES = HEAD_DIM <= 128 ? 4 : HEAD_DIM <= 192 ? 2 : 1;
 constexpr bool SPLIT = HEAD_DIM > 128;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = 64;
-// Tiles of Q, and of dO, in shared memory, again as many as there is room for.
+// Tiles of Q, and of dO, in shared memory; again as many as there is room for.
 constexpr int DKV_STAGES = HEAD_DIM <= 128 ? 4 : HEAD_DIM <= 192 ? 3 : 2;
 constexpr bool K_IN_REGISTERS = HEAD_DIM <= 80;  // and V
 // Tiles of an iteration. With one, and DIM 64, ptxas 13.0 allocates P and dS over the registers of K

@@ -369,8 +369,10 @@ __device__ void release(Mbarrier& empty) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 
-// Rows of Q, dO and dQ, in 32 MB.
-constexpr int SECTION_ROWS = (32 << 20) / (HEAD_DIM * (2 * sizeof(Element) + sizeof(float)));
+// Rows of Q, dO and dQ in 16 MB, which both halves of the L2 cache hold. With a mask twice as many:
+// of the works of 16 MB each SM would get one, long or short.
+constexpr int SECTION_ROWS =
+    ((CAUSAL ? 32 : 16) << 20) / (HEAD_DIM * (2 * sizeof(Element) + sizeof(float)));
 
 // Work n of the launch. The works of a few heads, whose Q, dO and dQ stay in L2, come one after
 // another, and of these those of the first keys first: with a mask they are the longest.
