@@ -18,7 +18,7 @@ from common.report.diagrams import (
     figures,
     hopper_backward,
 )
-from common.report.diagrams.backward_budget import B05, B06, B08
+from common.report.diagrams.backward_budget import B05, B06, B08, B08_TALL
 from common.report.diagrams.hopper_backward import PRODUCTS, REGISTERS, SHARED
 from common.runtime.cpu import CpuBackend
 from verify.tests.cpp_constants import constants, evaluate, source
@@ -95,16 +95,27 @@ def test_operands_figure_outlines_one_step():
 @pytest.mark.parametrize("step", ["b05", "b06", "b08"])
 def test_budget_is_of_the_steps_tiles(step):
     sizes = constants(step)
-    for name in ("BLOCK_M", "BLOCK_N", "PANEL", "NUM_STAGES"):
+    for name in ("BLOCK_M", "BLOCK_N", "PANEL"):
         assert getattr(backward_budget, name) == sizes[name], name
+    assert sizes["DOUT_STAGES" if step == "b08" else "NUM_STAGES"] == backward_budget.NUM_STAGES
     if step != "b05":
         assert sizes["CONSUMER_REGISTERS"] == backward_budget.CONSUMER_REGISTERS
-    assert constants("b08", 64)["BLOCK_M"] == backward_budget.TALL_BLOCK_M
+
+
+@pytest.mark.parametrize(("head_dim", "of_step"), [(64, B08_TALL), (96, B08), (128, B08)])
+def test_budget_is_of_the_tiles_of_b08(head_dim, of_step):
+    sizes = constants("b08", head_dim)
+    assert of_step.block_m == sizes["BLOCK_M"]
+    assert (of_step.q_stages, of_step.ds_stages) == (sizes["Q_STAGES"], sizes["DS_STAGES"])
 
 
 def declared(step: str, head_dim: int, function: str) -> dict[str, int]:
-    """Registers of the arrays in a function, by name."""
+    """Registers of the arrays in a function, by name; of dQ in b08, the first warpgroup's part."""
     sizes = constants(step, head_dim)
+    if step == "b08":
+        (columns,) = re.findall(r"int dq_columns\(int warpgroup\) {\s+return (.+);", source(step))
+        sizes["dq_columns"] = lambda warpgroup: evaluate(columns, sizes | {"warpgroup": warpgroup})
+        sizes["WARPGROUP"] = 0
     arrays = re.findall(r"(\w+)_(acc|frag)\[([^]]+)\]\[4\]", body(step, function))
     names = {"s_acc": "S", "dp_acc": "dP", "p_frag": "P", "ds_frag": "dS", "dq_acc": "dQ"}
     names |= {"dk_acc": "dK", "dv_acc": "dV", "k_frag": "K", "v_frag": "V"}
@@ -147,8 +158,9 @@ def test_shared_memory_is_the_steps(step, of_step, head_dim):
     spec = replace(COUNTED.specialization, head_dim=head_dim)
     kernel = CpuBackend().descriptor(find_step(step), spec).kernels[1]
     assert kernel.name == b"attention_backward"
-    block_m = constants(step, head_dim)["BLOCK_M"]
-    parts = backward_budget.shared_memory(of_step, head_dim, block_m)
+    if step == "b08" and head_dim <= 64:
+        of_step = B08_TALL
+    parts = backward_budget.shared_memory(of_step, head_dim)
     assert sum(part.size for part in parts) == kernel.smem_bytes
     assert kernel.smem_bytes <= backward_budget.SHARED_KIB * 1024
 
@@ -187,10 +199,19 @@ def test_each_schedule_has_each_work_once():
     assert done[1] < done[0]
 
 
-def test_tiles_are_numbered_as_b08_takes_them():
-    assert "int tile(int n) const { return end_tile - 1 - n / group; }" in source("b08")
-    tiles = sorted(range(backward_schedule.K_BLOCKS), key=backward_schedule.place)
-    assert tiles == list(reversed(range(backward_schedule.K_BLOCKS)))
+def test_walks_are_those_of_b08():
+    """Once around the tiles of a block, a step behind the neighbour; the second half upward."""
+    for expression in (
+        "upward = CAUSAL && place >= heads * k_blocks / 2;",
+        "n = k_block % work.num_tiles;",
+        "work.step = upward ? 1 : -1;",
+        "(upward ? work.first_tile : work.end_tile - 1) + work.step * (n / work.group);",
+        "if (tile == work.end_tile) tile = work.first_tile;",
+        "if (tile < work.first_tile) tile = work.end_tile - 1;",
+    ):
+        assert expression in source("b08")
+    walks = [backward_schedule.walk(k_block) for k_block in range(backward_schedule.K_BLOCKS)]
+    assert walks == [[5, 4, 3, 2, 1, 0], [4, 3, 2, 1, 5], [3, 2, 5, 4], [3, 4, 5], [4, 5], [5]]
 
 
 # ---- in step and in turn

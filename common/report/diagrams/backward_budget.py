@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .backward import K_COLOR, O_COLOR, Q_COLOR, V_COLOR
 from .svg import BANK_COLORS, EMPTY, MUTED, RED, SMALL, TITLE, Drawing, text_width
 
-# b05 and b06 up to head_dim 128, and b08.
+# b05 and b06 up to head_dim 128, and b08, which has more tiles of Q above head_dim 64.
 BLOCK_M, BLOCK_N, PANEL, NUM_STAGES = 64, 128, 64, 2
 TALL_BLOCK_M = 128  # of b08 up to head_dim 64
 GROUP_KEYS, WARPGROUP, WARPGROUPS = 64, 128, 2  # keys and threads of a warpgroup
@@ -106,12 +106,10 @@ def live(head_dim: int, *, kv_in_registers: bool = False) -> Live:
 
 
 def live_tall(head_dim: int) -> Live:
-    """In b08 up to head_dim 64: of dQ a warpgroup has half of the rows, with all columns of a
-    panel.
-    """
+    """In b08 up to head_dim 64: of dQ a warpgroup has half of the rows, with all columns."""
     kept = _kept(head_dim)
     s, dp, p, ds = _scores(TALL_BLOCK_M)
-    dq = _accumulator("dQ", TALL_BLOCK_M // WARPGROUPS, PANEL)
+    dq = _accumulator("dQ", TALL_BLOCK_M // WARPGROUPS, dim(head_dim))
     return Live((*kept, s, dp, p), (*kept, p, ds, dq))
 
 
@@ -137,29 +135,34 @@ def live_by_roles(head_dim: int) -> dict[str, Live]:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step has besides tiles of K, V, Q, dO and dQ."""
+    """What a step has besides tiles of K, V and dQ, and two of dO."""
 
     ds_stages: int
     mbarriers: int
-    works: int = 0  # of 32 bytes
+    q_stages: int = NUM_STAGES
+    block_m: int = BLOCK_M
+    works: int = 0  # of 44 bytes
 
 
-B05, B06, B08 = Step(1, 6), Step(NUM_STAGES, 10), Step(3, 19, works=2)
+B05, B06 = Step(1, 6), Step(NUM_STAGES, 10)
+B08, B08_TALL = Step(3, 21, q_stages=3, works=2), Step(3, 19, block_m=TALL_BLOCK_M, works=2)
 
 
-def shared_memory(step: Step, head_dim: int, block_m: int = BLOCK_M) -> list[Part]:
+def shared_memory(step: Step, head_dim: int) -> list[Part]:
     """Of a block, in bytes; what is no tile comes last, in whole periods of the swizzle."""
     row = 2 * in_panels(head_dim)
     parts = [Part(name, BLOCK_N * row) for name in ("K", "V")]
-    parts += [Part(name, block_m * row) for name in ("Q", "dO") for _ in range(NUM_STAGES)]
-    parts += [Part("dS", 2 * BLOCK_N * block_m)] * step.ds_stages
-    parts.append(Part("dQ", 4 * block_m * in_panels(head_dim)))
-    return [*parts, _rest(step, block_m)]
+    parts += [Part("Q", step.block_m * row)] * step.q_stages
+    parts += [Part("dO", step.block_m * row)] * NUM_STAGES
+    parts += [Part("dS", 2 * BLOCK_N * step.block_m)] * step.ds_stages
+    parts.append(Part("dQ", 4 * step.block_m * in_panels(head_dim)))
+    return [*parts, _rest(step)]
 
 
-def _rest(step: Step, block_m: int) -> Part:
-    """lse and delta, the mbarriers, and the works."""
-    rest = NUM_STAGES * 2 * 4 * block_m + 8 * step.mbarriers + 32 * step.works
+def _rest(step: Step) -> Part:
+    """lse and delta, and b08's first query, of each tile of Q; the mbarriers, the works."""
+    of_tile = 2 * 4 * step.block_m + (4 if step.works else 0)
+    rest = step.q_stages * of_tile + 8 * step.mbarriers + 44 * step.works
     return Part("", -(-rest // ALIGNMENT) * ALIGNMENT)
 
 
@@ -171,7 +174,7 @@ def shared_memory_by_roles(head_dim: int) -> list[Part]:
     return [
         *(Part(name, tile) for name in ("K", "V", "Q", "Q", "dO", "dO")),
         *(Part(name, scores) for name in ("dS", "dS", "P")),
-        _rest(B06, BLOCK_M),
+        _rest(B06),
     ]
 
 
@@ -216,7 +219,7 @@ def _backward_registers() -> Drawing:
     for name, parts in (
         ("64 in b05", shared_memory(B05, 64)),
         ("64 in b06", shared_memory(B06, 64)),
-        ("64 in b08", shared_memory(B08, 64, TALL_BLOCK_M)),
+        ("64 in b08", shared_memory(B08_TALL, 64)),
         ("96, 128 in b05", shared_memory(B05, 128)),
         ("96, 128 in b06", shared_memory(B06, 128)),
         ("96, 128 in b08", shared_memory(B08, 128)),

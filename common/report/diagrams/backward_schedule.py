@@ -43,9 +43,15 @@ def longest_first() -> list[list[Work]]:
     return by_free_sm(works, SMS)
 
 
-def place(q_tile: int) -> int:
-    """Of a tile in b07 and b08: how many a block takes before it."""
-    return K_BLOCKS - 1 - q_tile
+def walk(k_block: int) -> list[int]:
+    """The tiles of queries in the order in which b08 takes them for a block of keys: once around,
+    the later half of the works upward.
+    """
+    tiles = list(range(k_block, K_BLOCKS))
+    if k_block < K_BLOCKS / 2:
+        tiles.reverse()
+    start = k_block % len(tiles)
+    return tiles[start:] + tiles[:start]
 
 
 def _backward_schedule() -> Drawing:
@@ -59,11 +65,11 @@ def _backward_schedule() -> Drawing:
     drawing.text(18, top - 12, "keys", SMALL, MUTED)
     drawing.text(18, top + K_BLOCKS * CELL / 2, "queries", SMALL, MUTED)
     for k_block in range(K_BLOCKS):
-        x = left + k_block * CELL
+        x, walked = left + k_block * CELL, walk(k_block)
         drawing.text(x + CELL / 2, top - 12, f"{k_block}", SMALL, MUTED, anchor="middle")
         for q_tile in range(K_BLOCKS):
-            is_seen = q_tile >= k_block
-            color, number = (TINTS[0], f"{place(q_tile)}") if is_seen else (EMPTY, "")
+            is_seen = q_tile in walked
+            color, number = (TINTS[0], f"{walked.index(q_tile)}") if is_seen else (EMPTY, "")
             drawing.cell(x, top + q_tile * CELL, CELL, CELL, color, number)
         length = f"{Work(0, k_block).tiles}"
         drawing.text(x + CELL / 2, top + K_BLOCKS * CELL + 14, length, anchor="middle", bold=True)
@@ -78,7 +84,7 @@ def _backward_schedule() -> Drawing:
         354,
         "Color: the head. Length: the tiles of queries that see the keys. The first keys are seen "
         "by all; in forward the last queries see most.",
-        "Numbers in S: the order in which b07 and b08 take the tiles of a block. All blocks of a "
-        "head begin at the same one.",
+        "Numbers in S: the order in which b08 takes the tiles of a block, each block a step behind "
+        "its neighbour, the later ones upward.",
     )
     return drawing
