@@ -369,8 +369,8 @@ __device__ void release(Mbarrier& empty) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 
-// Rows of Q, dO and dQ in 16 MB, which both halves of the L2 cache hold. With a mask twice as many:
-// of the works of 16 MB each SM would get one, long or short.
+// Rows of Q, dO and dQ in 16 MB, which each half of the L2 cache holds. With a mask, twice as many: so
+// that a section has two works for each SM, a long one and a short one.
 constexpr int SECTION_ROWS =
     ((CAUSAL ? 32 : 16) << 20) / (HEAD_DIM * (2 * sizeof(Element) + sizeof(float)));
 
