@@ -1,8 +1,8 @@
 // b07 -- every bit repeats: seven products in two kernels, and no reductions
 // change: dQ has a kernel of its own, whose warpgroups keep 64 queries each and walk the keys; dK and
 //     dV stay with warpgroups that keep keys and walk the queries; each kernel computes S and dP, and
-//     each element of a gradient is one thread's sum, in one order. Up to head_dim 128 warpgroups
-//     take turns at the tensor cores, as in v09; above, one has dV and another dK. With a mask the
+//     each element of a gradient is one thread's sum, in one order. Up to head_dim 192 warpgroups
+//     take turns at the tensor cores, as in v09; above 128 one has dV and another dK. With a mask the
 //     longest blocks of several heads come first; a kernel starts before the one in front has ended
 // why: in b06 blocks add to dQ in any order. One order costs two products more, 7 instead of 5, and
 //     a second exponential. It saves the reductions, dQ's workspace and the passes that clear and
@@ -37,7 +37,7 @@ constexpr int SECTION_ROWS = (16 << 20) / (2 * HEAD_DIM * sizeof(Element));
 // dO are in registers where they fit: the products then read K and V alone from shared memory.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
 constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;
-constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128;
+constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 192, DOUT_IN_REGISTERS = HEAD_DIM <= 128;
 // Tiles in shared memory. Above head_dim 192 there is room for three: two of K, which dS K reads long
 // after dO V^T has read V. With twice as many tiles of half as many keys, S and dP would take longer
 // to read Q and dO from shared memory than to multiply.
@@ -54,7 +54,8 @@ constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = 64;
 // Tiles of Q, and of dO, in shared memory; again as many as there is room for.
 constexpr int DKV_STAGES = HEAD_DIM <= 128 ? 4 : HEAD_DIM <= 192 ? 3 : 2;
-constexpr bool K_IN_REGISTERS = HEAD_DIM <= 80;  // and V
+// Where they fit beside dK and dV, or beside the one of them that a warpgroup has.
+constexpr bool K_IN_REGISTERS = SPLIT ? HEAD_DIM <= 192 : HEAD_DIM <= 80;  // and V
 // Tiles of an iteration. With one, and DIM 64, ptxas 13.0 allocates P and dS over the registers of K
 // and V, which all tiles need, and nobody loads those again.
 constexpr int DKV_UNROLL = DIM == 64 ? 2 : 1;
@@ -451,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     wait_for(smem.q_full, 0);
     if (Q_IN_REGISTERS) load_rows(q_frag, smem.q, warp_row);
     wait_for(smem.dout_full, 0);
-    if (Q_IN_REGISTERS) load_rows(dout_frag, smem.dout, warp_row);
+    if (DOUT_IN_REGISTERS) load_rows(dout_frag, smem.dout, warp_row);
 
     if (warpgroup == 1) pass_turn(warpgroup);
     wait_for_turn(warpgroup);
@@ -469,8 +470,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         wgmma_wait_group<1>(dq_acc, ds_frag);  // dQ of the tile before
         if (i > 0) release(smem.k_empty[(i - 1) % K_STAGES]);
         wait_for(smem.v_full[v_stage], i / V_STAGES);
-        multiply<Q_IN_REGISTERS, DQ_QUERIES, DQ_KEYS>(dp_acc, dout_frag, smem.dout, group_row,
-                                                      smem.v[v_stage]);
+        multiply<DOUT_IN_REGISTERS, DQ_QUERIES, DQ_KEYS>(dp_acc, dout_frag, smem.dout, group_row,
+                                                         smem.v[v_stage]);
         pass_turn(warpgroup);
 
         // ---- P = 2^(S - lse), dS = P * (dP - delta)
@@ -686,6 +687,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     } else if (warpgroup == 0) {
         float dv_acc[DIM / 8][4] = {};
         wait_for(smem.k_full, 0);
+        if (K_IN_REGISTERS) load_rows(k_frag, smem.k, warp_row);
 
         // ---- for each Q/dO tile, of each head of the group
         for (int i = 0, head = 0, tile = q_tiles - 1; i < num_tiles; ++i) {
@@ -694,7 +696,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             // ---- S^T = K Q^T  [DKV_KEYS, DKV_QUERIES]
             Scores s_acc;
             wait_for(smem.q_full[stage], i / DKV_STAGES);
-            multiply<false, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row, smem.q[stage]);
+            multiply<K_IN_REGISTERS, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row,
+                                                            smem.q[stage]);
             wgmma_wait_group<1>(dv_acc, p_frag);  // of the tile before
             if (i > 0) release(smem.dout_empty[(i - 1) % DKV_STAGES]);
             wgmma_wait_group<0>(s_acc);
@@ -722,6 +725,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     } else {
         float dk_acc[DIM / 8][4] = {};
         wait_for(smem.v_full, 0);
+        if (K_IN_REGISTERS) load_rows(v_frag, smem.v, warp_row);
 
         // ---- for each Q/dO tile, of each head of the group
         for (int i = 0; i < num_tiles; ++i) {
@@ -730,8 +734,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             // ---- dP^T = V dO^T  [DKV_KEYS, DKV_QUERIES]
             Scores p_acc, dp_acc;
             wait_for(smem.dout_full[stage], i / DKV_STAGES);
-            multiply<false, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
-                                                   smem.dout[stage]);
+            multiply<K_IN_REGISTERS, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
+                                                            smem.dout[stage]);
             wgmma_wait_group<1>(dk_acc, ds_frag);  // of the tile before
             if (i > 0) release(smem.q_empty[(i - 1) % DKV_STAGES]);
             wait_for(smem.p_full, i);
