@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -48,7 +49,7 @@ from verify.cases import all_cases, find_cases
 from verify.inputs import Inputs
 
 BACKENDS = ("auto", "gpu", "cpu")
-# Besides the backends' numbers of multiprocessors: one block that computes all work tiles, and
+# Besides the backends' numbers of multiprocessors: one block that computes all work tiles, or
 # blocks that compute few, some of them one less than others.
 OTHER_MULTIPROCESSORS = (1, 5)
 # step, case, shape (batch x heads/kv_heads x seq_q x seq_k x head_dim), dtype
@@ -70,8 +71,9 @@ def heading(operation: Operation) -> str:
 class Runs:
     """The backends that a step runs a case with, once each; all have one name.
 
-    A persistent step, which launches as many blocks as fit the multiprocessors, runs with
-    other_grids, too: what it computes must not depend on the number of its blocks.
+    A persistent step, which launches as many blocks as fit the multiprocessors, runs with one of
+    other_grids, too, which the case's name decides: what it computes must not depend on the number
+    of its blocks.
     """
 
     always: tuple[Backend, ...]
@@ -82,12 +84,13 @@ class Runs:
         """The one that decides what can run."""
         return self.always[0]
 
-    def of(self, step: Step, spec: Specialization) -> tuple[Backend, ...]:
+    def of(self, step: Step, case: Case) -> tuple[Backend, ...]:
         if not self.other_grids:
             return self.always
-        kernels = self.backend.descriptor(step, spec).kernels
-        persistent = any(kernel.blocks_per_sm for kernel in kernels)
-        return self.always + self.other_grids if persistent else self.always
+        kernels = self.backend.descriptor(step, case.specialization).kernels
+        if not any(kernel.blocks_per_sm for kernel in kernels):
+            return self.always
+        return *self.always, self.other_grids[crc32(case.name.encode()) % len(self.other_grids)]
 
 
 @dataclass(frozen=True)
@@ -190,9 +193,9 @@ def make_runs(
     """The runs of a check on each backend of that name, the preferred first.
 
     On the GPU the same launch twice; on the CPU two seeds, so that the threads run in two different
-    orders, and persistent blocks on 2 multiprocessors and on 3. Either way the second result is
-    that of a program's second call, which must not depend on what the first one leaves behind.
-    Raises UsageError where the backend is not available.
+    orders, and persistent blocks on 2 multiprocessors, on 3 and on 1 or 5. Either way the second
+    result is that of a program's second call, which must not depend on what the first one leaves
+    behind. Raises UsageError where the backend is not available.
     """
     choices: list[Runs] = []
     prefer_gpu = backend_name == "auto" and torch.cuda.is_available() and not sanitize
@@ -318,7 +321,7 @@ def check_step(step: Step, cases: Sequence[Case], runs: Runs, seed: int = 0) -> 
     for case in cases:
         result = not_run(step, case, runs.backend)
         if result is None:
-            result = check_case(step, case, runs.of(step, case.specialization), seed)
+            result = check_case(step, case, runs.of(step, case), seed)
         results.append(result)
         print(result, flush=True)
     seconds = time.monotonic() - start

@@ -197,7 +197,8 @@ class OtherGrid(TorchBackend):
 
 
 def test_what_a_persistent_step_computes_depends_on_no_number_of_blocks():
-    case = find_cases(["ragged"])[0]
+    # The cases' names decide on one block and on five.
+    one, five = find_cases(["ragged", "many_blocks"])
     runs = check.Runs((OtherGrid(2), OtherGrid(3)), (OtherGrid(1), OtherGrid(5)))
 
     def descriptor_of(blocks_per_sm):
@@ -206,11 +207,14 @@ def test_what_a_persistent_step_computes_depends_on_no_number_of_blocks():
         return lambda step, spec: descriptor
 
     runs.backend.descriptor = descriptor_of(0)
-    assert check_case(STEP, case, runs.of(STEP, case.specialization)).passed
+    assert check_case(STEP, five, runs.of(STEP, five)).passed
     runs.backend.descriptor = descriptor_of(1)
-    result = check_case(STEP, case, runs.of(STEP, case.specialization))
-    assert result.num_runs == 4
-    assert "lse: 394 of 394 elements differ between runs" in str(result)
+    assert [runs.of(STEP, case)[2:] for case in (one, five)] == [
+        (backend,) for backend in runs.other_grids
+    ]
+    result = check_case(STEP, five, runs.of(STEP, five))
+    assert result.num_runs == 3
+    assert "elements differ between runs" in str(result)
 
 
 def test_runs_on_the_cpu_differ_in_seed_grid_and_call():
