@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +36,17 @@ def read_corpus(root: Path) -> Corpus:
     new file leaves the others in their order.
     """
     paths = sorted(_files(root), key=lambda path: hashlib.sha256(path.encode()).digest())
-    content = b"".join((root / path).read_bytes() for path in paths)
-    text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    text = read_text(root / path for path in paths)
     held_out = int(HELD_OUT * len(text))
     learned = text[: len(text) - held_out]
-    sha256 = hashlib.sha256(content).hexdigest()
+    sha256 = hashlib.sha256(text.numpy()).hexdigest()
     return Corpus(learned, text[len(learned) :], len(paths), sha256)
+
+
+def read_text(paths: Iterable[Path]) -> torch.Tensor:
+    """The bytes of files, one after the other, uint8 [bytes]."""
+    content = b"".join(path.read_bytes() for path in paths)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _files(root: Path) -> list[str]:

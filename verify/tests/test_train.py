@@ -16,9 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from common import UsageError, commands
 from common.__main__ import main
 from common.bench import train as train_module
-from common.bench.corpus import cut, draw, read_corpus
+from common.bench.corpus import Corpus, cut, draw, read_corpus, read_text
 from common.bench.gpt import GPT, Size
-from common.bench.train import PLAN, TINY_PLAN, measure_training, try_training
+from common.bench.train import PLAN, TINY_PLAN, TINY_TEXT, measure_training, try_training
 from common.bench.trainer import Training, require_agreement, train
 from common.catalog import all_steps
 from common.operation import BACKWARD, FORWARD
@@ -131,7 +131,7 @@ def test_attention_sees_distances_not_places():
 
 
 def test_a_model_learns():
-    plan = replace(TINY_PLAN, steps=30, warmup=3)
+    plan = replace(TINY_PLAN, steps=30, warmup=3, learning_rate=1e-2)
     training = Training(plan, SDPA, CPU)
     before = training.mean_loss([TEXT[None, :33].long()])
     train(plan, {"sdpa": training}, TEXT)
@@ -221,8 +221,7 @@ def test_tiny_training_needs_every_gradient(lost):
     trainings = {
         name: Training(TINY_PLAN, each, CPU) for name, each in (("ours", attention), ("sdpa", SDPA))
     }
-    text = torch.frombuffer(bytearray((ROOT / "LICENSE").read_bytes()), dtype=torch.uint8)
-    train(TINY_PLAN, trainings, text)
+    train(TINY_PLAN, trainings, read_text([TINY_TEXT]))
     with pytest.raises(UsageError, match="the losses drift apart: over step "):
         require_agreement(TINY_PLAN, {name: each.losses for name, each in trainings.items()})
 
@@ -230,6 +229,8 @@ def test_tiny_training_needs_every_gradient(lost):
 @pytest.fixture
 def without_a_gpu(monkeypatch, tmp_path):
     """Measures the tiny training on the CPU, into tmp_path."""
+    text = read_text([TINY_TEXT])
+    monkeypatch.setattr(train_module, "read_corpus", lambda _: Corpus(text, text, 1, 64 * "0"))
     monkeypatch.setattr(train_module, "GpuBackend", CpuBackend)
     monkeypatch.setattr(train_module, "PLAN", replace(TINY_PLAN, window=2))
     monkeypatch.setattr(train_module, "build_all", lambda *_: None)

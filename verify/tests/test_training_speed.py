@@ -14,9 +14,10 @@ from common import UsageError, commands
 from common.__main__ import main
 from common.bench import attentions, timing, training_speed
 from common.bench.attentions import Differentiable, load_attentions
+from common.bench.corpus import Corpus, read_text
 from common.bench.gpt import GPT
 from common.bench.llama import LlamaSize
-from common.bench.train import PLAN, TINY_PLAN
+from common.bench.train import PLAN, TINY_PLAN, TINY_TEXT
 from common.bench.training_speed import (
     GPT_PLAN,
     LLAMA_PLAN,
@@ -42,9 +43,8 @@ V_STEP, B_STEP = (
 )
 SDPA = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 TINY_LAYER = Problem(Shape(1, 4, 2, 33, 33, 16), "bf16", causal=True)
-TINY_GPT = replace(TINY_PLAN, steps=2)
-TINY_LLAMA = replace(TINY_GPT, size=LlamaSize(1, 4, 16, 32, kv_heads=2, mlp_width=96))
-TEXT = torch.arange(2000).remainder(97).to(torch.uint8)
+TINY_LLAMA = replace(TINY_PLAN, size=LlamaSize(1, 4, 16, 32, kv_heads=2, mlp_width=96))
+TEXT = read_text([TINY_TEXT])
 
 
 @pytest.fixture
@@ -145,9 +145,10 @@ def test_a_peer_that_refuses_when_it_runs_is_missing(without_a_gpu):
 def test_measured_workloads(without_a_gpu, monkeypatch, tmp_path):
     """Through forward and backward steps on the SIMT runtime."""
     monkeypatch.setattr(training_speed, "GpuBackend", CpuBackend)
-    monkeypatch.setattr(training_speed, "GPT_PLAN", TINY_GPT)
+    monkeypatch.setattr(training_speed, "GPT_PLAN", TINY_PLAN)
     monkeypatch.setattr(training_speed, "LLAMA_PLAN", TINY_LLAMA)
     monkeypatch.setattr(training_speed, "build_all", lambda *_: None)
+    monkeypatch.setattr(training_speed, "read_corpus", lambda _: Corpus(TEXT, TEXT, 1, 64 * "0"))
     monkeypatch.setattr(training_speed, "versions", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(training_speed, "PROFILES_DIR", tmp_path)
     path = measure_training_speed()
@@ -166,7 +167,7 @@ def test_measured_workloads(without_a_gpu, monkeypatch, tmp_path):
     assert layer["attentions"]["ours"]["tflops"] == flops / 2e9
     for workload in (gpt, llama):
         losses = [workload["attentions"][name]["losses"] for name in ("ours", "sdpa_flash")]
-        assert [len(each) for each in losses] == [2, 2]
+        assert [len(each) for each in losses] == [TINY_PLAN.steps] * 2
         assert losses[0] == pytest.approx(losses[1], rel=TINY_PLAN.tolerance)
         assert losses[0] != losses[1]
     assert llama["config"]["kv_heads"] == 2
@@ -188,7 +189,7 @@ def test_a_wrong_layer_is_not_timed(without_a_gpu, wrong, told):
     assert told in str(error.value)
 
 
-@pytest.mark.parametrize("plan", [TINY_GPT, TINY_LLAMA])
+@pytest.mark.parametrize("plan", [TINY_PLAN, TINY_LLAMA])
 def test_losses_that_drift_apart_are_an_error(without_a_gpu, plan):
     without_a_gpu(lambda q, k, v: SDPA(q, k, v, scale=0))
     with pytest.raises(UsageError, match=r"^the losses drift apart: over step .* sdpa_flash"):
@@ -201,7 +202,7 @@ def test_tiny_workloads_on_a_gpu():
     fake = fake_training_speed(V_STEP, B_STEP)["workloads"]
     measured = {
         "layer": measure_layer(backend, TINY_LAYER),
-        "gpt": measure_model(backend, TINY_GPT, TEXT),
+        "gpt": measure_model(backend, TINY_PLAN, TEXT),
         "llama": measure_model(backend, TINY_LLAMA, TEXT),
     }
     record = fake_training_speed(V_STEP, B_STEP) | {"workloads": measured}
