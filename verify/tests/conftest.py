@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from common.bench import cells, timing, trial
+from common.bench.corpus import Corpus, read_text
 from common.bench.peers import Peer
+from common.bench.train import TINY_TEXT
 from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
@@ -34,6 +36,13 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "time_interleaved",
         lambda calls, rounds, sleep_cycles: {name: [2.0] * rounds for name in calls},
     )
+
+
+@pytest.fixture
+def tiny_corpus() -> Corpus:
+    """TINY_TEXT, both to learn and held out, in the place of the repository's own text."""
+    text = read_text([TINY_TEXT])
+    return Corpus(text, text, files=1, sha256=64 * "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from common import UsageError, commands
 from common.__main__ import main
 from common.bench import train as train_module
-from common.bench.corpus import Corpus, cut, draw, read_corpus, read_text
+from common.bench.corpus import cut, draw, read_corpus, read_text
 from common.bench.gpt import GPT, Size
 from common.bench.train import PLAN, TINY_PLAN, TINY_TEXT, measure_training, try_training
 from common.bench.trainer import Training, require_agreement, train
@@ -227,10 +227,9 @@ def test_tiny_training_needs_every_gradient(lost):
 
 
 @pytest.fixture
-def without_a_gpu(monkeypatch, tmp_path):
+def without_a_gpu(monkeypatch, tmp_path, tiny_corpus):
     """Measures the tiny training on the CPU, into tmp_path."""
-    text = read_text([TINY_TEXT])
-    monkeypatch.setattr(train_module, "read_corpus", lambda _: Corpus(text, text, 1, 64 * "0"))
+    monkeypatch.setattr(train_module, "read_corpus", lambda _: tiny_corpus)
     monkeypatch.setattr(train_module, "GpuBackend", CpuBackend)
     monkeypatch.setattr(train_module, "PLAN", replace(TINY_PLAN, window=2))
     monkeypatch.setattr(train_module, "build_all", lambda *_: None)

@@ -14,7 +14,7 @@ from common import UsageError, commands
 from common.__main__ import main
 from common.bench import attentions, timing, training_speed
 from common.bench.attentions import Differentiable, load_attentions
-from common.bench.corpus import Corpus, read_text
+from common.bench.corpus import read_text
 from common.bench.gpt import GPT
 from common.bench.llama import LlamaSize
 from common.bench.train import PLAN, TINY_PLAN, TINY_TEXT
@@ -142,13 +142,13 @@ def test_a_peer_that_refuses_when_it_runs_is_missing(without_a_gpu):
     assert load_attentions(CpuBackend(), TINY_LAYER)["sdpa_flash"] == "no gradients here"
 
 
-def test_measured_workloads(without_a_gpu, monkeypatch, tmp_path):
+def test_measured_workloads(without_a_gpu, monkeypatch, tmp_path, tiny_corpus):
     """Through forward and backward steps on the SIMT runtime."""
     monkeypatch.setattr(training_speed, "GpuBackend", CpuBackend)
     monkeypatch.setattr(training_speed, "GPT_PLAN", TINY_PLAN)
     monkeypatch.setattr(training_speed, "LLAMA_PLAN", TINY_LLAMA)
     monkeypatch.setattr(training_speed, "build_all", lambda *_: None)
-    monkeypatch.setattr(training_speed, "read_corpus", lambda _: Corpus(TEXT, TEXT, 1, 64 * "0"))
+    monkeypatch.setattr(training_speed, "read_corpus", lambda _: tiny_corpus)
     monkeypatch.setattr(training_speed, "versions", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(training_speed, "PROFILES_DIR", tmp_path)
     path = measure_training_speed()
