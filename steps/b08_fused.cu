@@ -395,18 +395,17 @@ __device__ Work make_work(const BackwardParams& p, int n) {
     // Causal: key j is seen by the queries i >= j + seq_q - seq_k.
     work.first_tile = CAUSAL ? max(0, work.first_key + p.seq_q - p.seq_k) / BLOCK_M : 0;
     work.end_tile = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
+    // At least one: the last query sees all keys.
     work.num_tiles = work.group * (work.end_tile - work.first_tile);
     // A block's second work of a section, walked upward, is where the others are, if they took theirs
     // earlier and have longer ones: a tile comes from L2 for all of them. Each is a step behind its
     // neighbour: they do not add to the same dQ at the same time.
-    if (work.num_tiles > 0) {
-        const bool upward = CAUSAL && place >= heads * k_blocks / 2;
-        const int n = k_block % work.num_tiles;
-        work.step = upward ? 1 : -1;
-        work.start_tile =
-            (upward ? work.first_tile : work.end_tile - 1) + work.step * (n / work.group);
-        work.start_head = work.first_head + n % work.group;
-    }
+    const bool upward = CAUSAL && place >= heads * k_blocks / 2;
+    const int steps = k_block % work.num_tiles;
+    work.step = upward ? 1 : -1;
+    work.start_tile =
+        (upward ? work.first_tile : work.end_tile - 1) + work.step * (steps / work.group);
+    work.start_head = work.first_head + steps % work.group;
     return work;
 }
 

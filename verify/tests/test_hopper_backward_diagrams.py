@@ -203,9 +203,9 @@ def test_walks_are_those_of_b08():
     """Once around the tiles of a block, a step behind the neighbour; the second half upward."""
     for expression in (
         "upward = CAUSAL && place >= heads * k_blocks / 2;",
-        "n = k_block % work.num_tiles;",
+        "steps = k_block % work.num_tiles;",
         "work.step = upward ? 1 : -1;",
-        "(upward ? work.first_tile : work.end_tile - 1) + work.step * (n / work.group);",
+        "(upward ? work.first_tile : work.end_tile - 1) + work.step * (steps / work.group);",
         "if (tile == work.end_tile) tile = work.first_tile;",
         "if (tile < work.first_tile) tile = work.end_tile - 1;",
     ):
