@@ -298,6 +298,12 @@ __device__ float ds_factor(const float* tiles, int num_tiles) {
     return ldexpf(1.0f, -exponent - 4);
 }
 
+// That of all works of a key head: dQ of its query heads is summed with it, and dK.
+__device__ float factor_of(const BackwardParams& p, int batch, int kv_head) {
+    const int tiles = (p.seq_q + BLOCK_M - 1) / BLOCK_M * (p.heads / p.kv_heads);
+    return ds_factor(largest_of_tiles(p) + (batch * p.kv_heads + kv_head) * tiles, tiles);
+}
+
 // Of each query: lse in units of log2, +inf where no key is visible and past the last query, so that
 // P = 2^(S - lse) is 0 there; delta = rowsum(dO * O)  [batch, heads, seq_q in whole tiles]. And dQ = 0.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
@@ -478,12 +484,6 @@ __device__ void add_dq(const BackwardParams& p, SharedMemory& smem, int warpgrou
     }
 }
 
-// What dS of a work is multiplied by.
-__device__ float factor_of(const BackwardParams& p, const Work& work) {
-    return ds_factor(largest_of_tiles(p) + tile_index(p, work, work.first_head, 0),
-                     work.group * work.end_tile);
-}
-
 // A lane's s[n][2 r + i], with r and i 0 or 1, is the element of S^T in row 8 r + lane / 4 of its
 // warp's 16 keys and column 8 n + 2 (lane % 4) + i; so are those of the other accumulators.
 
@@ -522,7 +522,7 @@ __device__ void scores_gradient(float (&dp)[BLOCK_M / 8][4], const float (&prob)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float delta = rows.delta[8 * n + 2 * (lane % 4) + i % 2];
-            dp[n][i] = prob[n][i] * (dp[n][i] - delta) * factor;
+            dp[n][i] = prob[n][i] * (dp[n][i] * factor - delta * factor);
         }
 }
 
@@ -548,7 +548,7 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
         const Work& work = wait_for_work(smem, round);
         const int num_tiles = work.num_tiles;
         if (num_tiles == 0) break;
-        const float factor = factor_of(p, work), unscale = 1.0f / factor;
+        const float factor = factor_of(p, work.batch, work.kv_head);
         const int first_key = work.first_key + warp_row;
         float dk_acc[DIM / 8][4] = {}, dv_acc[DIM / 8][4] = {};
         float dq_acc[dq_columns(WARPGROUP) / 8][4];
@@ -564,9 +564,7 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
 #pragma unroll
             for (int j = 0; j < dq_columns(WARPGROUP) / 8; ++j) {
                 const float* x = dq_acc[j];
-                store_float4(
-                    dq_staging[j][threadIdx.x % 128],
-                    make_float4(x[0] * unscale, x[1] * unscale, x[2] * unscale, x[3] * unscale));
+                store_float4(dq_staging[j][threadIdx.x % 128], make_float4(x[0], x[1], x[2], x[3]));
             }
             fence_proxy_async();                           // by each writer of dQ
             bar_arrive(DQ_FULL_BARRIER + WARPGROUP, 160);  // dQ is complete
@@ -634,7 +632,7 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
         // ---- write dK and dV, in the places of dQ and dS, while the next K and V arrive
         bar_sync(DQ_EMPTY_BARRIER + WARPGROUP, 160);  // the last dQ has left
         write(p.dk_map, first_key, work.kv_head, work.batch, dk_staging, warp_row % 64, dk_acc,
-              p.softmax_scale * unscale);
+              p.softmax_scale / factor);
         bar_sync(CONSUMERS_BARRIER, 128 * CONSUMERS);  // all products have read dS
         write(p.dv_map, first_key, work.kv_head, work.batch, dv_staging, warp_row % 64, dv_acc,
               1.0f);
@@ -708,15 +706,16 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     const int warpgroup = threadIdx.x / 128;
     griddepcontrol_wait();  // all sums are complete
     DqTile& sum = static_cast<DqTile*>(p.workspace[1])[block];
+    const float scale = p.softmax_scale / factor_of(p, batch, head / (p.heads / p.kv_heads));
 
     float dq_acc[PANEL / 8][4] = {};
 #pragma unroll
     for (int n = 0; n < PANEL / 8; ++n) {
         if (n >= dq_columns(warpgroup) / 8) break;
-        const float4 x = load_float4(dq_part(sum, warpgroup)[n][threadIdx.x % 128]);
-        const float scaled[4] = {x.x, x.y, x.z, x.w};
+        const float4 part = load_float4(dq_part(sum, warpgroup)[n][threadIdx.x % 128]);
+        const float x[4] = {part.x, part.y, part.z, part.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dq_acc[n][i] = p.softmax_scale * scaled[i];
+        for (int i = 0; i < 4; ++i) dq_acc[n][i] = scale * x[i];
     }
     uint32_t dq_frag[PANEL / 16][4];
     convert(dq_frag, dq_acc);
