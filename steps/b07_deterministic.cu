@@ -51,14 +51,11 @@ constexpr int V_STAGES = HEAD_DIM <= 192 ? K_STAGES : 1;
 // Q and dO twice.
 constexpr bool SPLIT = HEAD_DIM > 128;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
-constexpr int DKV_QUERIES = 64;
+constexpr int DKV_QUERIES = HEAD_DIM <= 64 ? 128 : 64;  // S and dP fit beside dK and dV
 // Tiles of Q, and of dO, in shared memory; again as many as there is room for.
 constexpr int DKV_STAGES = HEAD_DIM <= 128 ? 4 : HEAD_DIM <= 192 ? 3 : 2;
-// Where they fit beside dK and dV, or beside the one of them that a warpgroup has.
-constexpr bool K_IN_REGISTERS = SPLIT ? HEAD_DIM <= 192 : HEAD_DIM <= 80;  // and V
-// Tiles of an iteration. With one, and DIM 64, ptxas 13.0 allocates P and dS over the registers of K
-// and V, which all tiles need, and nobody loads those again.
-constexpr int DKV_UNROLL = DIM == 64 ? 2 : 1;
+// Where they fit beside the one of dK and dV that a warpgroup has.
+constexpr bool K_IN_REGISTERS = SPLIT && HEAD_DIM <= 192;  // and V
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int ROWS>
@@ -409,14 +406,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         // ---- load Q and dO, and the tiles
         mbarrier_arrive_expect_tx(smem.q_full, sizeof(smem.q));
         load_tile(smem.q, p.q_map, q_start, head, batch, smem.q_full);
-        mbarrier_arrive_expect_tx(smem.dout_full, sizeof(smem.dout));
-        load_tile(smem.dout, p.dout_map, q_start, head, batch, smem.dout_full);
         for (int i = 0; i < num_tiles; ++i) {
             const int k_stage = i % K_STAGES, v_stage = i % V_STAGES;
             Mbarrier &k_full = smem.k_full[k_stage], &v_full = smem.v_full[v_stage];
             wait_for(smem.k_empty[k_stage], i / K_STAGES - 1);
             mbarrier_arrive_expect_tx(k_full, sizeof(smem.k[0]));
             load_tile(smem.k[k_stage], p.k_map, i * DQ_KEYS, kv_head, batch, k_full);
+            if (i == 0) {  // after the tile that S needs first
+                mbarrier_arrive_expect_tx(smem.dout_full, sizeof(smem.dout));
+                load_tile(smem.dout, p.dout_map, q_start, head, batch, smem.dout_full);
+            }
             wait_for(smem.v_empty[v_stage], i / V_STAGES - 1);
             mbarrier_arrive_expect_tx(v_full, sizeof(smem.v[0]));
             load_tile(smem.v[v_stage], p.v_map, i * DQ_KEYS, kv_head, batch, v_full);
@@ -451,8 +450,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     uint32_t ds_frag[DQ_KEYS / 16][4] = {};  // in use until the next tile's first wait
     wait_for(smem.q_full, 0);
     if (Q_IN_REGISTERS) load_rows(q_frag, smem.q, warp_row);
-    wait_for(smem.dout_full, 0);
-    if (DOUT_IN_REGISTERS) load_rows(dout_frag, smem.dout, warp_row);
 
     if (warpgroup == 1) pass_turn(warpgroup);
     wait_for_turn(warpgroup);
@@ -469,6 +466,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                                                       smem.k[k_stage]);
         wgmma_wait_group<1>(dq_acc, ds_frag);  // dQ of the tile before
         if (i > 0) release(smem.k_empty[(i - 1) % K_STAGES]);
+        if (i == 0) {
+            wait_for(smem.dout_full, 0);
+            if (DOUT_IN_REGISTERS) load_rows(dout_frag, smem.dout, warp_row);
+        }
         wait_for(smem.v_full[v_stage], i / V_STAGES);
         multiply<DOUT_IN_REGISTERS, DQ_QUERIES, DQ_KEYS>(dp_acc, dout_frag, smem.dout, group_row,
                                                          smem.v[v_stage]);
@@ -560,9 +561,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         // ---- load K and V, and the tiles
         mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
         load_tile(smem.k, p.k_map, k_start, kv_head, batch, smem.k_full);
-        mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
-        load_tile(smem.v, p.v_map, k_start, kv_head, batch, smem.v_full);
-        griddepcontrol_wait();  // the rows are there
         const Rows* group_rows = static_cast<const Rows*>(p.workspace[0]) + group_tile;
         int i = 0;
         // The last tile first, of all heads, then the one before: with a mask, too, the blocks of a
@@ -575,6 +573,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 wait_for(smem.q_empty[stage], i / DKV_STAGES - 1);
                 mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(Rows));
                 load_tile(smem.q[stage], p.q_map, q_start, first_head + n, batch, q_full);
+                if (i == 0) {  // after the tile that S needs first
+                    mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
+                    load_tile(smem.v, p.v_map, k_start, kv_head, batch, smem.v_full);
+                    griddepcontrol_wait();  // the rows are there
+                }
                 cp_async_bulk_load(&smem.rows[stage], rows, sizeof(Rows), q_full);
                 wait_for(smem.dout_empty[stage], i / DKV_STAGES - 1);
                 mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]));
@@ -638,42 +641,37 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (!SPLIT) {
         float dk_acc[DIM / 8][4] = {}, dv_acc[DIM / 8][4] = {};
         wait_for(smem.k_full, 0);
-        if (K_IN_REGISTERS) load_rows(k_frag, smem.k, warp_row);
-        wait_for(smem.v_full, 0);
-        if (K_IN_REGISTERS) load_rows(v_frag, smem.v, warp_row);
 
         if (warpgroup == 1) pass_turn(warpgroup);
         wait_for_turn(warpgroup);
 
         // ---- for each Q/dO tile, of each head of the group
-#pragma unroll(DKV_UNROLL)
         for (int i = 0, head = 0, tile = q_tiles - 1; i < num_tiles; ++i) {
             const int stage = i % DKV_STAGES;
 
             // ---- S^T = K Q^T, dP^T = V dO^T  [DKV_KEYS, DKV_QUERIES], 64 rows in each warpgroup
             Scores s_acc, dp_acc;
             wait_for(smem.q_full[stage], i / DKV_STAGES);
-            multiply<K_IN_REGISTERS, DKV_KEYS, DKV_QUERIES>(s_acc, k_frag, smem.k, group_row,
-                                                            smem.q[stage]);
+            multiply<false>(s_acc, k_frag, smem.k, group_row, smem.q[stage]);
             wgmma_wait_group<1>(dv_acc, dk_acc, p_frag, ds_frag);  // of the tile before
             if (i > 0) {
                 release(smem.q_empty[(i - 1) % DKV_STAGES]);
                 release(smem.dout_empty[(i - 1) % DKV_STAGES]);
             }
+            if (i == 0) wait_for(smem.v_full, 0);
             wait_for(smem.dout_full[stage], i / DKV_STAGES);
-            multiply<K_IN_REGISTERS, DKV_KEYS, DKV_QUERIES>(dp_acc, v_frag, smem.v, group_row,
-                                                            smem.dout[stage]);
+            multiply<false>(dp_acc, v_frag, smem.v, group_row, smem.dout[stage]);
             pass_turn(warpgroup);
 
             // ---- dV += P^T dO, dK += dS^T Q  [DKV_KEYS, HEAD_DIM], [64, DIM] in each warpgroup
             wgmma_wait_group<1>(s_acc);
             compute_p(s_acc, stage, tile * DKV_QUERIES);
             convert(p_frag, s_acc);
-            wait_for_turn(warpgroup);
-            add_product(dv_acc, p_frag, smem.dout[stage]);
-            wgmma_wait_group<1>(dp_acc);
+            wgmma_wait_group<0>(dp_acc);
             compute_ds(dp_acc, s_acc, stage);
             convert(ds_frag, dp_acc);
+            wait_for_turn(warpgroup);
+            add_product(dv_acc, p_frag, smem.dout[stage]);
             add_product(dk_acc, ds_frag, smem.q[stage]);
             if (++head == group) head = 0, --tile;
         }
