@@ -19,7 +19,7 @@
 //     signal.cuh    signals between blocks           reduce.cuh   additions in global memory
 //     clock.cuh     a clock that counts its readings bulk.cuh     copies of consecutive bytes
 //     cluster.cuh   what reaches into other blocks   ticket.cuh   works for whoever comes first
-//     dependent_launch.cuh   waits for the kernels in front
+//     ordered.cuh   code that blocks pass in order   dependent_launch.cuh   waits for kernels in front
 //     access.h      addresses checked and counted    random.h     numbers drawn from the seed
 //     site.h        a place in the source
 //

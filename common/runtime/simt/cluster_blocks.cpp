@@ -68,11 +68,11 @@ Fiber& Cluster::next_thread() {
     Worker* next = one_block_first && running->can_run() ? running : draw(can_run);
     for (; !next; next = draw(can_run)) {
         if (draw([](Worker& block) { return block.hurry(); })) continue;
-        bool wait_for_signals = false;
-        for (const Worker& block : all_blocks) wait_for_signals |= !block.signal_waits().empty();
-        if (!wait_for_signals) report_stall();
-        grid.wait_for_signals();
-        for (Worker& block : all_blocks) block.end_signal_waits();
+        bool wait_for_blocks = false;
+        for (const Worker& block : all_blocks) wait_for_blocks |= !block.block_waits().empty();
+        if (!wait_for_blocks) report_stall();
+        grid.wait_for_blocks();
+        for (Worker& block : all_blocks) block.end_block_waits();
     }
     next->become_current();
     return next->next_thread();

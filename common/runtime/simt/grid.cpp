@@ -99,8 +99,41 @@ bool Grid::take(uint64_t& signal, const Operation& operation) {
     return true;
 }
 
+bool Grid::begin_section(const int& counter, int place, const Operation& operation) {
+    const std::lock_guard lock(mutex);
+    if (counter < 0 || counter > place) {  // poison is -1
+        Report report = operation_fault(
+            counter < 0 ? "counter not set" : "place of an ended section", operation);
+        report.add(" waits for place %d and finds %d ", place, counter);
+        describe_address(report, reinterpret_cast<const std::byte*>(&counter));
+        report.add("; a kernel in front must set the counter to 0, and each place is one warp's")
+            .fail();
+    }
+    if (counter < place) return false;
+    const auto ended = sections.find(&counter);
+    if (ended != sections.end()) global_races.take(Worker::current()->block_clock(), ended->second);
+    return true;
+}
+
+void Grid::end_section(int& counter, int place, const Operation& operation) {
+    const std::lock_guard lock(mutex);
+    if (counter != place) {
+        Report report = operation_fault("counter overwritten", operation);
+        report.add(" ends the section of place %d and finds %d ", place, counter);
+        describe_address(report, reinterpret_cast<const std::byte*>(&counter));
+        report.fail();
+    }
+    counter = place + 1;
+    sections[&counter] = global_races.post(blockIdx.x, Worker::current()->block_clock());
+    wake_sleepers();
+}
+
 void Grid::add(float* to, const float* x, size_t floats) {
     const std::lock_guard lock(mutex);
+    if (Worker::current()->warp().section) {
+        for (size_t i = 0; i < floats; ++i) to[i] += x[i];
+        return;
+    }
     std::vector<Reduction>& own = reductions[blockIdx.x];
     for (size_t i = 0; i < floats; ++i) own.push_back({to + i, x[i]});
 }
@@ -129,12 +162,16 @@ void Grid::wake(Sleeper& sleeper) {
     ++num_running;
 }
 
+bool Grid::has_come(const BlockWait& wait) const {
+    return wait.signal ? posted.contains(wait.signal) : *wait.counter == wait.place;
+}
+
 Grid::Sleeper* Grid::ready_sleeper() const {
     for (Sleeper* sleeper : sleepers) {
         if (sleeper->is_behind) continue;
         for (const Worker& block : sleeper->cluster.blocks())
-            for (const SignalWait& wait : block.signal_waits())
-                if (posted.contains(wait.signal)) return sleeper;
+            for (const BlockWait& wait : block.block_waits())
+                if (has_come(wait)) return sleeper;
     }
     return nullptr;
 }

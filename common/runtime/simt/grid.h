@@ -1,5 +1,5 @@
 // The blocks of a launch: which of them run, each on an OS thread, or on one with the rest of its
-// cluster, and what they signal each other. As many run at a time as there are workers. Where a
+// cluster, and what they signal each other, or do in order. As many run at a time as there are workers. Where a
 // block waits for another one, its OS thread sleeps, and one more is started for blocks that have
 // not begun: a block may wait for any other.
 #pragma once
@@ -29,11 +29,16 @@ class Grid {
     // It takes a signal. False if that is not posted.
     bool take(uint64_t& signal, const Operation& operation);
 
-    // A reduction of the running block: to[i] += x[i], when all blocks have run.
+    // The running warp begins its section. False if an earlier place's has not ended.
+    bool begin_section(const int& counter, int place, const Operation& operation);
+    void end_section(int& counter, int place, const Operation& operation);
+
+    // A reduction of the running block: to[i] += x[i], in an ordered section at once, otherwise when
+    // all blocks have run.
     void add(float* to, const float* x, size_t floats);
 
-    // The running cluster sleeps until one of the signals is posted that its warps wait for.
-    void wait_for_signals() { sleep(false); }
+    // The running cluster sleeps until what one of its warps waits for has come.
+    void wait_for_blocks() { sleep(false); }
 
     // The running cluster sleeps until no other one can go on.
     void fall_behind() { sleep(true); }
@@ -55,7 +60,7 @@ class Grid {
     // A cluster whose OS thread sleeps.
     struct Sleeper {
         const Cluster& cluster;
-        bool is_behind;  // else it waits for signals
+        bool is_behind;  // else it waits for other blocks
         bool awake = false;
     };
 
@@ -69,7 +74,9 @@ class Grid {
 
     void wake(Sleeper& sleeper);
 
-    // The first sleeper that waits for a signal which is posted; nullptr if none does.
+    bool has_come(const BlockWait& wait) const;
+
+    // The first sleeper that waits for what has come; nullptr if none does.
     Sleeper* ready_sleeper() const;
 
     // Wakes whoever may run now. Reports where nobody ever will.
@@ -89,6 +96,7 @@ class Grid {
     int num_running = 0;              // OS threads that are not asleep
     std::vector<Sleeper*> sleepers;   // in the order in which they fell asleep
     std::map<const uint64_t*, Post> posted;
+    std::map<const int*, BlockClock> sections;  // by counter: what the last one passes on
     std::map<uint32_t, std::vector<Reduction>> reductions;  // by block
 };
 

@@ -113,9 +113,10 @@ void Worker::straggle() {
     yield();
 }
 
-void Worker::wait_for_signal(const uint64_t& signal) {
+void Worker::wait_for_block(BlockWait wait) {
     threads[running].state = Thread::WAITING;
-    all_signal_waits.push_back({&signal, running});
+    wait.thread = running;
+    all_block_waits.push_back(wait);
     yield();
 }
 
@@ -170,9 +171,16 @@ void Worker::describe_stall(Report& report) const {
     }
     for (const RegisterRequest& request : register_pool.requests)
         register_pool.describe(report, request);
-    for (const SignalWait& wait : all_signal_waits) {
-        report.add("\n  nobody has posted the signal ");
-        describe_address(report, reinterpret_cast<const std::byte*>(wait.signal));
+    for (const BlockWait& wait : all_block_waits) {
+        if (wait.signal) {
+            report.add("\n  nobody has posted the signal ");
+            describe_address(report, reinterpret_cast<const std::byte*>(wait.signal));
+        } else {
+            report.add("\n  nobody has ended the section of place %d of the counter ",
+                       *wait.counter);
+            describe_address(report, reinterpret_cast<const std::byte*>(wait.counter));
+            report.add(", and the wait is for place %d", wait.place);
+        }
     }
 }
 
@@ -308,9 +316,9 @@ bool Worker::hurry() {
     return true;
 }
 
-void Worker::end_signal_waits() {
-    for (const SignalWait& wait : all_signal_waits) make_runnable(wait.thread);
-    all_signal_waits.clear();
+void Worker::end_block_waits() {
+    for (const BlockWait& wait : all_block_waits) make_runnable(wait.thread);
+    all_block_waits.clear();
 }
 
 Fiber& Worker::next_thread() {

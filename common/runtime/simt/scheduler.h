@@ -72,8 +72,8 @@ class Worker {
     // Draws a thread that can run, and declares it running.
     Fiber& next_thread();
 
-    // Lets the threads go on that wait for signals.
-    void end_signal_waits();
+    // Lets the threads go on that wait for other blocks.
+    void end_block_waits();
 
     // The running thread waits from here on, until make_runnable() is called for it.
     void start_waiting(const Operation& operation, void* payload);
@@ -115,10 +115,13 @@ class Worker {
     // are named, that call this with the same key, go on only when no other thread can.
     void may_fall_behind(uint64_t key, int threads = WARP_SIZE);
 
-    // The running thread goes on when the signal is posted; before it does, all others go on that
-    // can. By then another warp may have taken the signal.
-    void wait_for_signal(const uint64_t& signal);
-    const std::vector<SignalWait>& signal_waits() const { return all_signal_waits; }
+    // The running thread goes on when the signal is posted, or the counter is at the place; before it
+    // does, all others go on that can. By then another warp may have taken the signal.
+    void wait_for_signal(const uint64_t& signal) { wait_for_block({&signal}); }
+    void wait_for_place(const int& counter, int place) {
+        wait_for_block({nullptr, &counter, place});
+    }
+    const std::vector<BlockWait>& block_waits() const { return all_block_waits; }
 
     // Whether what the running thread does now comes after the end of the kernels in front.
     bool has_waited_for_kernels() const {
@@ -170,6 +173,8 @@ class Worker {
     void describe_stall(Report& report) const;
 
   private:
+    void wait_for_block(BlockWait wait);
+
     static constexpr size_t STACK_BYTES = size_t{1} << 18;
     static constexpr size_t STACK_GUARD_BYTES = size_t{1} << 16;
 
@@ -227,7 +232,7 @@ class Worker {
     int num_exited = 0;
     std::vector<int> behind;      // threads that could go on but have fallen behind
     std::vector<int> stragglers;  // those that come after them
-    std::vector<SignalWait> all_signal_waits;
+    std::vector<BlockWait> all_block_waits;
     uint64_t block_seed = 0;
     Random random;
     static inline constinit thread_local Worker* current_worker = nullptr;

@@ -51,10 +51,12 @@ struct BulkCopy {
     std::vector<std::byte> elements = {};  // that a store has read; empty before
 };
 
-// A warp's wait for a signal from another block.
-struct SignalWait {
-    const uint64_t* signal;
-    int thread;  // goes on when it is posted; the other lanes wait for that one
+// A warp's wait for another block: for a signal, or for its place in an ordered section.
+struct BlockWait {
+    const uint64_t* signal;  // nullptr: for the counter
+    const int* counter;
+    int place;
+    int thread;  // goes on when it has come; the other lanes wait for that one
 };
 
 struct Thread {
@@ -86,6 +88,7 @@ struct Group {
     int first_thread, num_threads;
     std::vector<Rendezvous> open = {};  // several where lanes diverge
     std::vector<int> runnable = {};     // a warp's runnable threads, in no particular order
+    const int* section = nullptr;       // the counter of the ordered section that a warp is in
 };
 
 }  // namespace simt

@@ -1,0 +1,75 @@
+#include "ordered.cuh"
+
+#include "access.h"
+#include "collective.h"
+#include "grid.h"
+#include "trap.h"
+
+namespace simt {
+namespace {
+
+struct Section {  // what a lane brings
+    const int* counter;
+    int place;
+
+    bool operator==(const Section&) const = default;
+    void describe(Report& report) const {
+        report.add("place %d of the counter ", place);
+        describe_address(report, reinterpret_cast<const std::byte*>(counter));
+    }
+};
+
+// A collective of the warp; complete(warp, operation) runs once, when all lanes have arrived.
+template <typename Complete>
+void section_collective(const char* name, int& counter, int place, Site site, Complete complete) {
+    require_global(&counter, sizeof(counter), name, site);
+    *static_cast<volatile int*>(&counter);  // traps here, or never
+    const Operation operation = {name, site, ALL_LANES};
+    Group& warp = warp_for(operation);
+    Section section = {&counter, place};
+    collective(warp, operation, section, [&](Payloads<Section> lanes) {
+        require_same(warp, operation, lanes);
+        Worker::current()->races().order_lanes(warp.first_thread, ALL_LANES);
+        global_races.require_kernel_wait(WRITE, &counter, site);
+        complete(warp, Operation{name, site});
+    });
+}
+
+}  // namespace
+}  // namespace simt
+
+void begin_ordered(int& counter, int place, simt::Site site) {
+    simt::section_collective(
+        "begin_ordered", counter, place, site,
+        [&](simt::Group& warp, const simt::Operation& operation) {
+            simt::Worker& worker = *simt::Worker::current();
+            if (warp.section) {
+                simt::Report report = simt::operation_fault("section within a section", operation);
+                report.add(": the warp is in the section of the counter ");
+                describe_address(report, reinterpret_cast<const std::byte*>(warp.section));
+                report.fail();
+            }
+            while (!worker.grid().begin_section(counter, place, operation))
+                worker.wait_for_place(counter, place);
+            simt::track(simt::READ, &counter, sizeof(counter), site);
+            warp.section = &counter;
+        });
+}
+
+void end_ordered(int& counter, int place, simt::Site site) {
+    simt::section_collective(
+        "end_ordered", counter, place, site,
+        [&](simt::Group& warp, const simt::Operation& operation) {
+            simt::Worker& worker = *simt::Worker::current();
+            if (warp.section != &counter) {
+                simt::Report report = simt::operation_fault("section not begun", operation);
+                report.add(": the warp is not in the section of the counter ");
+                describe_address(report, reinterpret_cast<const std::byte*>(&counter));
+                report.fail();
+            }
+            simt::track(simt::WRITE, &counter, sizeof(counter), site);
+            worker.grid().end_section(counter, place, operation);
+            warp.section = nullptr;
+            if (worker.in_this_run(simt::mix(site.line))) worker.grid().fall_behind();
+        });
+}
