@@ -86,7 +86,8 @@ def attention(
         causal: query i sees keys j <= i + seq_k - seq_q. A row that sees none gives 0 (lse -inf).
         softmax_scale: head_dim ** -0.5 if None.
         step: "v04", or a path to a .cu file, which is read once; None takes the highest step that
-            can run these inputs and is no draft.
+            can run these inputs, is no draft and, where its header says so, is asked for the same
+            bits each time.
         backward_step: likewise "b01" or a path, of the step that computes the gradients.
         deterministic: take only steps that give the same bits each time, in the backward pass of
             this call as well. Implied by torch.use_deterministic_algorithms(True), also where that

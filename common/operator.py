@@ -473,7 +473,9 @@ def highest_step(
 ) -> Step:
     """The step that attention() uses where none is given. Raises UsageError where none can run."""
     refusals: dict[str, str] = {}
-    for step in reversed([step for step in _steps_of(operation) if not step.draft]):
+    for step in reversed(_steps_of(operation)):
+        if step.draft or step.only_deterministic > deterministic:
+            continue
         reason = (_disorder(step) if deterministic else None) or _refusal(
             backend, step, inputs, causal
         )

@@ -75,6 +75,7 @@ class Step:
     why: str
     limits: Limits
     draft: str | None  # why attention() does not take the step yet
+    only_deterministic: bool  # attention() takes the step only where all bits must repeat
     unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
     code_sha256: str  # of its code and its headers', without comments
 
@@ -91,7 +92,8 @@ class Step:
 
 def read_step(path: Path) -> Step:
     """Parses the header comment of a step's file: title line, change:, why:, limits:; draft:
-    where attention() is not to take it yet; and repeats: where a repeated call may give other bits.
+    where attention() is not to take it yet; taken: where it is to take it only if asked for the
+    same bits each time; and repeats: where a repeated call may give other bits.
 
     Raises UsageError where the file cannot be read or says something else.
     """
@@ -113,7 +115,7 @@ def read_step(path: Path) -> Step:
     fields: dict[str, str] = {}
     key = None
     for line in header[1:]:
-        if found := re.match(r"(change|why|limits|draft|repeats): *(.*)", line):
+        if found := re.match(r"(change|why|limits|draft|taken|repeats): *(.*)", line):
             key = found[1]
             fields[key] = found[2]
         elif line and key:
@@ -133,9 +135,19 @@ def read_step(path: Path) -> Step:
         why=fields["why"],
         limits=_parse_limits(path, fields["limits"]),
         draft=fields.get("draft"),
+        only_deterministic=_parse_taken(path, fields.get("taken")),
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
         code_sha256=sha256,
     )
+
+
+def _parse_taken(path: Path, text: str | None) -> bool:
+    """Parses a `taken:` line, which says "only with deterministic=True; why"."""
+    if text is not None and not re.match(r"only with deterministic=True; \S", text):
+        raise UsageError(
+            f"{path}: 'taken:' must read like \"only with deterministic=True; why\", not '{text}'"
+        )
+    return text is not None
 
 
 def _parse_repeats(path: Path, name: str, text: str | None) -> tuple[str, ...]:

@@ -94,6 +94,7 @@ _OWN = (
     # Persistent blocks go through the heads by 32 MB of Q, dO and dQ: here through two, then the
     # third. With a mask, the last queries alone see a key.
     Case("sections", Shape(1, 3, 3, 11000, 140, 128), BF16, causal=True),
+    Case("sections_gpu", Shape(1, 20, 20, 4090, 4001, 64), BF16, causal=True, gpu_only=True),
     # The gradient of o.
     Case("dout_zero_in_places", Shape(1, 2, 1, 133, 140, 64), BF16, dout=zero_in_places),
     Case("dout_zero", Shape(1, 1, 1, 40, 70, 64), FP16, dout=scaled_gradient(0)),

@@ -599,6 +599,16 @@ def test_a_draft_is_taken_by_its_name_only(found, monkeypatch) -> None:
     assert "b98" in found
 
 
+def test_a_step_for_repeated_bits_is_taken_only_for_them(found, monkeypatch) -> None:
+    steps = (*all_steps(), replace(BACKWARD_STEPS[0], name="b98", only_deterministic=True))
+    monkeypatch.setattr(op, "all_steps", lambda: steps)
+    inputs = make_inputs()
+    attention(*inputs).sum().backward()
+    assert "b98" not in found
+    attention(*inputs, deterministic=True).sum().backward()
+    assert "b98" in found
+
+
 def test_where_no_step_repeats_its_bits(monkeypatch) -> None:
     monkeypatch.setattr(op, "_calls", cache.Cache())
     inputs = make_inputs()

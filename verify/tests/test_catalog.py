@@ -48,6 +48,10 @@ MALFORMED = {
     "other name": (lambda path: replace(path, "// v03", "// v04"), "calls it v04, not v03"),
     "no field": (lambda path: replace(path, "// why:", "// because:"), "no '// why:' line"),
     "no reason": (lambda path: replace(path, "// why:", "// draft:\n// why:"), "must say why, as"),
+    "not taken": (
+        lambda path: replace(path, "// why:", "// taken: seldom\n// why:"),
+        "must read like \"only with deterministic=True; why\", not 'seldom'",
+    ),
     "no UTF-8": (lambda path: path.write_bytes(b"// v03 -- \xff"), "is not UTF-8 text"),
     "dtype": (lambda path: replace(path, ": bf16, ", ": bf61, "), "can name bf16, fp16, fp32, not"),
     "architecture": (lambda path: replace(path, "; sm_80", "; sm_81"), "can name sm_75, sm_80,"),
