@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..metrics import (
     COUNTERS,
     OPCODES,
@@ -62,15 +64,31 @@ def top_stalls(values: dict[str, float | None], count: int = 2) -> list[tuple[st
     return sorted(stalls, key=lambda stall: -stall[1])[:count]
 
 
-def peer_ratios(record: dict, step: str) -> dict[str, float]:
-    """By cell: the step's rate over the fastest peer's, where both were measured."""
+def peer_ratios(record: dict, *steps: str, peer: str | None = None) -> dict[str, float]:
+    """By cell: the rate of the first of the steps that runs there over the fastest peer's, or over
+    that of the peer that is named, where both were measured.
+    """
     ratios = {}
     for cell in record["cells"]:
         rates = {name: rate for name, rate in cell["tflops"].items() if isinstance(rate, NUMBER)}
-        peers = [rate for name, rate in rates.items() if name not in record["sources"]]
-        if step in rates and peers:
+        step = next((name for name in steps if name in rates), None)
+        peers = [
+            rate
+            for name, rate in rates.items()
+            if (name not in record["sources"] if peer is None else name == peer)
+        ]
+        if step and peers:
             ratios[cell["name"]] = rates[step] / max(peers)
     return ratios
+
+
+def first_that_run(record: dict, steps: Sequence[str]) -> tuple[str, ...]:
+    """Those of the steps that run in a cell where none in front of them does."""
+    first = {
+        next((name for name in steps if isinstance(cell["tflops"].get(name), NUMBER)), None)
+        for cell in record["cells"]
+    }
+    return tuple(name for name in steps if name in first)
 
 
 def speeds_over_peers(workload: dict) -> dict[str, float]:

@@ -10,7 +10,7 @@ from ..operation import FORWARD, OPERATIONS, Operation
 from ..problem import NORMAL
 from ..record_schema import NUMBER
 from ..text import label
-from .derived import derived, peer_ratios
+from .derived import derived, first_that_run, peer_ratios
 from .diagrams.svg import (
     ACCENT,
     EMPTY,
@@ -59,7 +59,7 @@ def render_plots(record_set: RecordSet) -> dict[str, str]:
         if limits := _limits(ladder):
             drawings[operation.named("limits")] = limits
         if ladder.grid:
-            drawings[operation.named("grid")] = _grid(ladder.grid, operation)
+            drawings[operation.named("grid")] = _grid(ladder)
     if record_set.distributions and latest_steps(record_set, record_set.distributions.record):
         drawings["distributions"] = _distributions(record_set, record_set.distributions)
     if record_set.training:
@@ -181,15 +181,19 @@ def _limits(ladder: Ladder) -> Drawing | None:
     return drawing
 
 
-def _grid(grid: Cells, operation: Operation) -> Drawing:
+def _grid(ladder: Ladder) -> Drawing:
     """A row for each shape, a panel for each mask: steps as dots, peers as ticks."""
+    grid = ladder.grid
+    assert grid is not None
     record = grid.record
     steps = list(record["sources"])
     cells = sorted(record["cells"], key=lambda cell: cell["head_dim"])
     peers = [name for name in cells[0]["tflops"] if name not in steps]
     step_colors = {name: RAMP[max(0, n)] for n, name in enumerate(steps, len(RAMP) - len(steps))}
     peer_colors = _peer_colors(peers)
-    ratios = peer_ratios(record, steps[-1])
+    taken = ladder.taken()
+    first = first_that_run(record, taken)
+    ratios = peer_ratios(record, *taken)
     highest = max(_rates(cells))
     ceiling = record["ceiling"]["tflops"]
 
@@ -197,16 +201,16 @@ def _grid(grid: Cells, operation: Operation) -> Drawing:
     bottom = max(shapes.values()) + GRID_ROW + 4
     scale = PANEL / max(highest, ceiling)
     drawing = Drawing(bottom + 34)
-    title = (
-        f"{_device(record, operation)}, {record['dtype']}: TFLOP/s, medians of interleaved rounds"
-    )
+    title = f"{_device(record, ladder.operation)}, {record['dtype']}: TFLOP/s, medians of interleaved rounds"
     drawing.text(LEFT, 22, title, TITLE, bold=True)
     _grid_legend(drawing, 46, grid, step_colors, peer_colors)
     text = "batch × heads × N"
     drawing.text(PANEL_LEFTS[0] - 12, 86, text, SMALL, MUTED, anchor="end")
     for mask, left in enumerate(PANEL_LEFTS):
         drawing.text(left, 86, MASKS[mask], bold=True)
-        drawing.text(left + PANEL + 50, 86, f"{steps[-1]} / fastest", SMALL, MUTED, anchor="end")
+        drawing.text(
+            left + PANEL + 50, 86, f"{', '.join(first)} / fastest", SMALL, MUTED, anchor="end"
+        )
         for rate in range(0, int(max(highest, ceiling)) + 1, 200):
             x = round(left + scale * rate, 1)
             drawing.line(x, 100, x, bottom, RULE)
@@ -229,7 +233,7 @@ def _grid(grid: Cells, operation: Operation) -> Drawing:
                 drawing.line(x_of[name], y - 8, x_of[name], y + 8, peer_colors[name], 2.5)
         for name in steps:
             if name in x_of:
-                radius = 5.5 if name == steps[-1] else 4
+                radius = 5.5 if name in first else 4
                 drawing.dot(x_of[name], y, radius, step_colors[name])
         if ratio := ratios.get(cell["name"]):
             below = ratio < 1

@@ -91,6 +91,17 @@ class Ladder:
     static: Recorded  # steps and experiments, in the order of the worklog
     grid: Cells | None  # of shapes
 
+    def taken(self, deterministic: bool = False) -> tuple[str, ...]:
+        """The steps that the grid has in the order in which attention() looks for one that runs."""
+        return tuple(
+            step.name
+            for step in reversed(self.steps)
+            if self.grid
+            and step.name in self.grid.record["sources"]
+            and not step.draft
+            and not (step.unordered if deterministic else step.only_deterministic)
+        )
+
     @property
     def newest(self) -> dict | None:
         """The step record of the latest run; of several, the highest step's."""

@@ -120,7 +120,7 @@ def _holds_scores(curve: dict[int, int | None]) -> bool:
 def grid(ladder: Ladder) -> list[Row]:
     """One row per shape: the rates of steps and peers, None where missing.
 
-    ratio is the last step's rate over the fastest peer's.
+    ratio is over the fastest peer's rate that of the step that attention() takes.
     """
     if ladder.grid is None:
         return []
@@ -131,7 +131,7 @@ def grid(ladder: Ladder) -> list[Row]:
     names = measured + [
         name for name in record["cells"][0]["tflops"] if name not in record["sources"]
     ]
-    ratios = peer_ratios(record, measured[-1])
+    ratios = peer_ratios(record, *ladder.taken())
     keys = ("name", "head_dim", "causal", "batch", "heads", "kv_heads", "seq")
     return [
         {

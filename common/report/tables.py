@@ -9,10 +9,10 @@ from typing import Any
 from ..metrics import OPCODES
 from ..operation import FORWARD, Operation
 from ..problem import TRAINED
-from ..record_schema import OURS, SHARES, WORKLOADS
+from ..record_schema import FA3_DETERMINISTIC, OURS, SHARES, WORKLOADS
 from ..text import kib, label, listed, markdown, megabytes
 from . import rows
-from .derived import derived, peer_ratios
+from .derived import derived, first_that_run, peer_ratios
 from .record_set import NOT_MEASURED, STALE, Cells, Ladder, RecordSet
 from .rows import Row, latest_steps
 
@@ -149,7 +149,7 @@ def peers(ladder: Ladder) -> str:
 
 
 def grid(ladder: Ladder) -> str:
-    """One row per shape: the rates, and the last step's over that of the fastest peer."""
+    """One row per shape: the rates, and that of attention()'s step over the fastest peer's."""
     found = rows.grid(ladder)
     if not found:
         return NOT_MEASURED
@@ -157,7 +157,8 @@ def grid(ladder: Ladder) -> str:
     assert measured is not None
     record = measured.record
     labels = {name: label(name, stale=name in measured.stale) for name in found[0]["tflops"]}
-    last = [name for name in labels if name in record["sources"]][-1]
+    taken = ladder.taken()
+    first = ", ".join(labels[name] for name in first_that_run(record, taken))
     columns = {
         "Cell": _value("name"),
         ">head_dim": _value("head_dim"),
@@ -169,14 +170,15 @@ def grid(ladder: Ladder) -> str:
             f">{title}": _of("tflops", name, "{:.4g}".format, none="missing")
             for name, title in labels.items()
         },
-        f">{labels[last]} / fastest peer": _value("ratio", _bold_from_one),
+        f">{first} / fastest peer": _value("ratio", _bold_from_one),
     }
     return _table(columns, found) + (
-        f"\n\n{labels[last]} over the fastest peer: {_summary(peer_ratios(record, last))}. "
+        f"\n\n{first} over the fastest peer: {_summary(peer_ratios(record, *taken))}. "
+        f"{_deterministic(ladder)}"
         f"TFLOP/s on the {record['device']} in {record['dtype']}; {inputs(ladder.operation)}; "
         "where the mask is causal, the operations of visible keys are counted: half of them where "
         "there are as many queries as keys. "
-        f"{_flops(ladder.operation)}{_how_measured(measured, last)}"
+        f"{_flops(ladder.operation)}{_how_measured(measured, *taken)}"
     )
 
 
@@ -255,7 +257,18 @@ def _percent(share: float) -> str:
     return "> 99 %" if 0.99 < share < 1 else f"{share:.0%}".replace("%", " %")
 
 
-def _how_measured(measured: Cells, step: str) -> str:
+def _deterministic(ladder: Ladder) -> str:
+    """A sentence on the steps whose every bit repeats, where a peer has such a mode."""
+    assert ladder.grid is not None
+    steps = ladder.taken(deterministic=True)
+    ratios = peer_ratios(ladder.grid.record, *steps, peer=FA3_DETERMINISTIC)
+    if not ratios:
+        return ""
+    first = ", ".join(first_that_run(ladder.grid.record, steps))
+    return f"{first}, whose every bit repeats, over {FA3_DETERMINISTIC}: {_summary(ratios)}. "
+
+
+def _how_measured(measured: Cells, *steps: str) -> str:
     """The end of the caption of a table of cells."""
     cells = measured.record["cells"]
     states = [cells[0]["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
@@ -267,7 +280,7 @@ def _how_measured(measured: Cells, step: str) -> str:
         f"{_device_states(states)}"
     )
     if measured.previous:
-        before = _summary(peer_ratios(measured.previous, step))
+        before = _summary(peer_ratios(measured.previous, *steps))
         text += f" In the run before, of the same sources: {before}."
     return text
 
