@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from common.catalog import find_step
 from common.problem import COUNTED
 from common.report.diagrams import (
     backward_budget,
+    backward_order,
     backward_schedule,
     backward_turns,
     blocks,
@@ -20,6 +22,7 @@ from common.report.diagrams import (
 )
 from common.report.diagrams.backward_budget import B05, B06, B08, B08_TALL
 from common.report.diagrams.hopper_backward import PRODUCTS, REGISTERS, SHARED
+from common.report.diagrams.svg import ACCENT
 from common.runtime.cpu import CpuBackend
 from verify.tests.cpp_constants import constants, evaluate, source
 from verify.tests.drawings import boxes, texts
@@ -212,6 +215,94 @@ def test_walks_are_those_of_b08():
         assert expression in source("b08")
     walks = [backward_schedule.walk(k_block) for k_block in range(backward_schedule.K_BLOCKS)]
     assert walks == [[5, 4, 3, 2, 1, 0], [4, 3, 2, 1, 5], [3, 2, 5, 4], [3, 4, 5], [4, 5], [5]]
+
+
+# ---- the order of b09
+
+ORDERS = {
+    last_keys_first: backward_order.schedule(last_keys_first=last_keys_first)
+    for last_keys_first in (False, True)
+}
+
+
+def of_b09(expression: str, **names: object) -> int:
+    """An expression of its text, of one head; at head_dim 64, where a tile has as many queries as a
+    block has keys.
+    """
+    assert expression in source("b09")
+    sizes = constants("b09", 64)
+    assert sizes["BLOCK_M"] == sizes["BLOCK_N"]
+    seq = sizes["BLOCK_N"] * backward_order.BLOCKS
+    p = SimpleNamespace(seq_q=seq, seq_k=seq)
+    return evaluate(expression, sizes | {"p": p, "CAUSAL": True} | names)
+
+
+@pytest.mark.parametrize("last_keys_first", ORDERS)
+def test_blocks_come_in_the_order_of_b09(last_keys_first):
+    expression = "work.last_keys_first ? k_blocks - 1 - place / heads : place / heads"
+    names = {"work": SimpleNamespace(last_keys_first=last_keys_first), "heads": 1}
+    names["k_blocks"] = backward_order.BLOCKS
+    taken = [of_b09(expression, place=place, **names) for place in range(backward_order.BLOCKS)]
+    assert taken == backward_order.in_order(last_keys_first=last_keys_first)
+
+
+@pytest.mark.parametrize("last_keys_first", ORDERS)
+def test_walks_are_those_of_b09(last_keys_first):
+    for block, starts in ORDERS[last_keys_first].items():
+        work = SimpleNamespace(last_keys_first=last_keys_first)
+        work.first_key = of_b09("k_block * BLOCK_N", k_block=block)
+        first_tile = "CAUSAL ? max(0, work.first_key + p.seq_q - p.seq_k) / BLOCK_M : 0"
+        work.first_tile = of_b09(first_tile, work=work)
+        work.end_tile = of_b09("(p.seq_q + BLOCK_M - 1) / BLOCK_M")
+        start = "work.last_keys_first ? work.first_tile : work.end_tile - 1"
+        walked = [of_b09(start, work=work)]
+        assert "tile += work.last_keys_first ? 1 : -1;" in source("b09")
+        step = of_b09("work.last_keys_first ? 1 : -1", work=work)
+        for _ in range(work.first_tile + 1, work.end_tile):
+            walked.append(walked[-1] + step)
+        assert list(starts) == sorted(starts, key=starts.get) == walked
+
+
+@pytest.mark.parametrize("last_keys_first", ORDERS)
+def test_a_tile_takes_one_term_after_another_in_the_order_of_b09(last_keys_first):
+    by_block = ORDERS[last_keys_first]
+    assert "if (!work.last_keys_first) return work.first_key / BLOCK_N;" in source("b09")
+    for tile in range(backward_order.TILES):
+        terms = {starts[tile]: block for block, starts in by_block.items() if tile in starts}
+        assert len(terms) == tile + 1  # no two at the same time
+        places = []
+        for _, block in sorted(terms.items()):
+            work = SimpleNamespace(first_key=of_b09("k_block * BLOCK_N", k_block=block))
+            place = "work.first_key / BLOCK_N"
+            names = {"work": work}
+            if last_keys_first:
+                last_key = "min(p.seq_k, BLOCK_M * (tile + 1) + p.seq_k - p.seq_q) - 1"
+                names["last_key"] = of_b09(last_key, tile=tile)
+                place = "last_key / BLOCK_N - work.first_key / BLOCK_N"
+            places.append(of_b09(place, **names))
+        assert places == list(range(tile + 1))
+
+
+def test_only_with_the_last_keys_first_nobody_waits():
+    blocks_of_keys = range(backward_order.BLOCKS)
+    for block in blocks_of_keys:
+        steps = len(backward_order.walk(block, last_keys_first=True))
+        assert list(ORDERS[True][block].values()) == list(range(steps))
+        assert list(ORDERS[False][block].values()) == list(range(block, block + steps))
+        assert not backward_order.waits(ORDERS[True][block])
+        assert backward_order.waits(ORDERS[False][block]) == ([(0, block)] if block else [])
+
+
+def test_order_figure_follows_a_tile_from_block_to_block():
+    """A row and a column further each time: down with the first keys first, else up."""
+    svg = figures()["backward_order.svg"]
+    found = sorted((one for one in boxes(svg) if ACCENT in one.roles), key=lambda one: one.left)
+    terms = backward_order.FOLLOWED + 1
+    assert len(found) == 2 * terms
+    for panel, sign in ((found[:terms], 1), (found[terms:], -1)):
+        for one, other in pairwise(panel):
+            assert other.left == one.right
+            assert other.top - one.top == sign * one.height
 
 
 # ---- in step and in turn

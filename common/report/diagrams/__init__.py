@@ -6,6 +6,7 @@ from . import (
     ampere,
     backward,
     backward_budget,
+    backward_order,
     backward_schedule,
     backward_turns,
     backward_warps,
@@ -30,5 +31,6 @@ def figures() -> dict[str, str]:
         backward_budget,
         backward_schedule,
         backward_turns,
+        backward_order,
     )
     return files({name: one for module in modules for name, one in module.figures().items()})
