@@ -201,7 +201,10 @@ def _grid(ladder: Ladder) -> Drawing:
     bottom = max(shapes.values()) + GRID_ROW + 4
     scale = PANEL / max(highest, ceiling)
     drawing = Drawing(bottom + 34)
-    title = f"{_device(record, ladder.operation)}, {record['dtype']}: TFLOP/s, medians of interleaved rounds"
+    title = (
+        f"{_device(record, ladder.operation)}, {record['dtype']}: TFLOP/s, "
+        "medians of interleaved rounds"
+    )
     drawing.text(LEFT, 22, title, TITLE, bold=True)
     _grid_legend(drawing, 46, grid, step_colors, peer_colors)
     text = "batch × heads × N"

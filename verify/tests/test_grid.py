@@ -14,7 +14,7 @@ from common.catalog import all_steps
 from common.errors import UsageError
 from common.operation import BACKWARD, FORWARD, OPERATIONS, Operation
 from common.problem import GRID, GRID_OVER_LENGTHS, HIDDEN, TOKENS, Specialization
-from common.record_schema import GRID_RECORD, cell_form, find_error
+from common.record_schema import FA3_DETERMINISTIC, GRID_RECORD, cell_form, find_error
 from common.records import read_record, write_record
 from common.report import plots, tables
 from common.report.expressions import evaluate
@@ -350,10 +350,38 @@ def test_ratio_to_the_fastest_peer(record_set):
         "0.312 ×",
     ]
     gone = {"missing": "too long"}
-    cells = cells_with({"v02": gone}, {"sdpa_flash": gone, "sdpa_cudnn": gone})
-    text = grid_table(record_set(cells=cells))
+    no_peer = {"sdpa_flash": gone, "sdpa_cudnn": gone}
+    text = grid_table(record_set(cells=cells_with({"v01": gone, "v02": gone}, no_peer)))
     assert ratios(text) == ["", ""]
     assert "v02 over the fastest peer: not measured." in text
+
+
+def test_ratio_is_of_the_step_that_attention_takes(record_set):
+    gone = {"missing": "takes head_dim 8-128 by 8, not 256"}
+    text = grid_table(record_set(cells=cells_with({"v01": 320.0, "v02": gone}, {"v02": 810.0})))
+    assert ratios(text) == ["0.500 ×", "**1.266 ×**"]
+    assert " | v02, v01 / fastest peer |" in text
+    assert "\n\nv02, v01 over the fastest peer: geometric mean of 2 cells 0.795 ×, " in text
+
+    records = record_set(cells=cells_with({"v01": 320.0, "v02": 640.0}, {"v02": 810.0}))
+    steps = tuple(
+        replace(
+            step, only_deterministic=step.name == "v02", unordered=("o",) * (step.name == "v01")
+        )
+        for step in records.steps
+    )
+    ladder = replace(records, steps=steps).of(FORWARD)
+    assert (ladder.taken(), ladder.taken(deterministic=True)) == (("v01",), ("v02",))
+    assert ratios(tables.grid(ladder))[0] == "0.500 ×"
+
+
+def test_steps_whose_bits_repeat_are_compared_with_such_a_peer(record_set):
+    cells = cells_with(
+        {"v02": 640.0, FA3_DETERMINISTIC: 320.0}, {"v02": 810.0, FA3_DETERMINISTIC: 405.0}
+    )
+    told = "v02, whose every bit repeats, over flash_attention_3_deterministic: geometric mean of 2"
+    assert f"{told} cells 2.000 ×, smallest 2.000 × (" in grid_table(record_set(cells=cells))
+    assert "bit repeats" not in grid_table(record_set())
 
 
 def test_run_before_is_told_below_the_table(record_set):
