@@ -9,7 +9,7 @@ import torch
 
 from common.paths import ROOT
 from common.runtime import cpu
-from common.runtime.cpu import CpuBackend
+from common.runtime.cpu import CpuBackend, SimtError
 from common.step import read_step
 from verify.tests.small_kernels import Fault, expect_report, run, write_faults, write_step
 
@@ -100,13 +100,8 @@ WAIT_READ = "if (t == 0) cp_async_bulk_wait_group_read<0>();"
 
 @pytest.mark.parametrize(
     ("begin", "end", "ordered"),
-    [
-        (BEGIN, WAIT + END, True),
-        (BEGIN, END + WAIT_READ, False),  # the reductions come whenever they do
-        (BEGIN, END + WAIT, False),
-        (BEGIN + END, WAIT, False),
-    ],
-    ids=["right", "not_waited_for", "waited_for_late", "outside"],
+    [(BEGIN, WAIT + END, True), (BEGIN + END, WAIT, False), ("", WAIT, False)],
+    ids=["right", "outside", "no_section"],
 )
 def test_additions_are_in_order(tmp_path, begin, end, ordered):
     found = {additions(tmp_path, seed, 12, begin, end) for seed in range(6)}
@@ -114,6 +109,20 @@ def test_additions_are_in_order(tmp_path, begin, end, ordered):
     for block in range(12):
         total += torch.tensor((-2.0) ** block) / 3
     assert (found == {total.item()}) == ordered
+
+
+@pytest.mark.parametrize("end", [END + WAIT, WAIT_READ + END + WAIT], ids=["late", "read"])
+def test_additions_must_be_waited_for(tmp_path, end):
+    """In half of the blocks they land as late as they may."""
+    told = (
+        r"^\S+ \(d8_fp32\): section ended with a store in flight in kernel test_kernel, block \d+, "
+        r"thread \d+: end_ordered \(\S+\): of thread 0, cp_reduce_async_bulk_add \(\S+\) may come "
+        "later than what the next place writes or adds: call cp_async_bulk_commit_group, then "
+        "cp_async_bulk_wait_group$"
+    )
+    for seed in range(4):
+        with pytest.raises(SimtError, match=told):
+            additions(tmp_path, seed, 12, BEGIN, end)
 
 
 RACE = r"data race between blocks in kernel test_kernel, block \d, thread \d+ @: "
@@ -153,8 +162,8 @@ FAULTS = [
     Fault(
         "a place twice",
         "if (t < 32) { begin_ordered(*counter, 0); end_ordered(*counter, 0); }",
-        r"place of an ended section in kernel test_kernel, block \d, thread \d+: begin_ordered @ "
-        rf"waits for place 0 and finds 1 {COUNTER}; {SET}",
+        rf"{RACE}|counter overwritten|place of an ended section in kernel test_kernel, block \d, "
+        rf"thread \d+: begin_ordered @ waits for place 0 and finds 1 {COUNTER}; {SET}",
     ),
     Fault(
         "a place that nobody has",
