@@ -4,7 +4,8 @@
 //     in turn. The order is the one in which blocks come anyway: with a mask those of the last keys
 //     are first. They have the fewest tiles, and each walks up from its own first one, so it gets to
 //     a tile when the block behind it in the keys is done there. Only the last heads begin with the
-//     longest blocks; grouped heads, whose tiles then would not fit into L2, are as in b08
+//     longest blocks; grouped heads, whose tiles then would not fit into L2, are as in b08. A block's
+//     first work comes by ticket, too: a block waits only for those that run
 // why: blocks of b08 add to dQ as they come, and the last of 24 bits depend on it. b07 has one order
 //     because a thread has the whole sum, for two products more. Waiting costs little where nobody
 //     comes early. Modelled: 0.98 times b08, and with a mask at 4096, where it gives up balance, 0.95
@@ -277,8 +278,8 @@ __device__ void multiply_dq(float (&dq_acc)[TILES][4], const DsTile& ds, const T
     wgmma_commit_group();
 }
 
-// Workspace 2: the number of works that blocks have taken after their first ones, and of each tile of
-// queries, in fp16, the largest |dO|.
+// Workspace 2: the number of works that blocks have taken, and of each tile of queries, in fp16, the
+// largest |dO|.
 __device__ int* works_taken(const BackwardParams& p) { return static_cast<int*>(p.workspace[2]); }
 __device__ float* largest_of_tiles(const BackwardParams& p) {
     return static_cast<float*>(p.workspace[2]) + 1;
@@ -386,10 +387,11 @@ constexpr int SECTION_ROWS =
     ((CAUSAL ? 32 : 16) << 20) / (HEAD_DIM * (2 * sizeof(Element) + sizeof(float)));
 
 // Work n of the launch. The works of a few heads, whose Q, dO and dQ stay in L2, come one after
-// another; a work waits only for earlier ones, which blocks have taken before. With a mask the last
-// keys come first: a block begins at the tile that the block behind it in the keys has just left. They
-// end with the longest, so the last heads begin with those. Grouped heads do, too: blocks that begin at
-// tiles far apart would have more of Q, dO and dQ between them than L2 holds.
+// another. A work waits only for earlier ones, and those have been taken by blocks that run: also the
+// first work of a block is the next ticket's, not that of its number. With a mask the last keys come
+// first: a block begins at the tile that the block behind it in the keys has just left. Works get
+// longer, so the last heads begin with the longest. Grouped heads do, too: blocks that begin at tiles
+// far apart would have more of Q, dO and dQ between them than L2 holds.
 __device__ Work make_work(const BackwardParams& p, int n) {
     const int k_blocks = (p.seq_k + BLOCK_N - 1) / BLOCK_N;
     const int all_heads = p.batch * p.kv_heads;
@@ -431,12 +433,12 @@ __device__ void release_work(SharedMemory& smem, int round) { release(smem.work_
 
 // ---- load K and V, and the tiles
 __device__ void load(const BackwardParams& p, SharedMemory& smem) {
-    int i = 0;                // tiles of all works so far
-    int ticket = blockIdx.x;  // the block's first work; then, whichever is next when it gets there
-    for (int round = 0;; ++round, ticket = gridDim.x + take_ticket(works_taken(p))) {
+    int i = 0;              // tiles of all works so far
+    griddepcontrol_wait();  // attention_delta has set the counter to 0, and written all rows
+    for (int round = 0;; ++round) {
         Work& work = smem.works[round % 2];
         wait_for(smem.work_empty[round % 2], round / 2 - 1);
-        work = make_work(p, ticket);
+        work = make_work(p, take_ticket(works_taken(p)));
         mbarrier_arrive(smem.work_full[round % 2]);
         if (work.num_tiles == 0) return;
         Walk at(work);
@@ -460,19 +462,17 @@ __device__ void load(const BackwardParams& p, SharedMemory& smem) {
                 mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
                 load_tile(smem.k, p.k_map, work.first_key, work.kv_head, work.batch, smem.k_full);
             }
-            if (i == 0) griddepcontrol_wait();  // attention_delta has written all rows
             cp_async_bulk_load(&smem.rows[q_stage], rows + tile_index(p, work, at.head, at.tile),
                                sizeof(Rows), q_full);
         }
     }
 }
 
-// ---- dQ joins the sum over all keys, in its place. Two warps add the tiles in turn: from one addition
-// to the next takes either of them longer than a tile.
+// ---- dQ joins the sum over all keys, in its place. Two warps have every other tile each: from one
+// addition to the next a warp takes longer than the block does for a tile.
 __device__ void add_dq(const BackwardParams& p, SharedMemory& smem, int adder) {
     DqTile* sums = static_cast<DqTile*>(p.workspace[1]);
-    griddepcontrol_wait();  // attention_delta has set the counters to 0
-    int i = 0;              // tiles of all works so far
+    int i = 0;  // tiles of all works so far
     for (int round = 0;; ++round) {
         const Work& work = wait_for_work(smem, round);
         if (work.num_tiles == 0) return;
