@@ -264,7 +264,10 @@ def _deterministic(ladder: Ladder) -> str:
     ratios = peer_ratios(ladder.grid.record, *steps, peer=FA3_DETERMINISTIC)
     if not ratios:
         return ""
-    first = ", ".join(first_that_run(ladder.grid.record, steps))
+    first = ", ".join(
+        label(name, stale=name in ladder.grid.stale)
+        for name in first_that_run(ladder.grid.record, steps)
+    )
     return f"{first}, whose every bit repeats, over {FA3_DETERMINISTIC}: {_summary(ratios)}. "
 
 
