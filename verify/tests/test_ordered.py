@@ -111,18 +111,26 @@ def test_additions_are_in_order(tmp_path, begin, end, ordered):
     assert (found == {total.item()}) == ordered
 
 
-@pytest.mark.parametrize("end", [END + WAIT, WAIT_READ + END + WAIT], ids=["late", "read"])
-def test_additions_must_be_waited_for(tmp_path, end):
+@pytest.mark.parametrize(
+    ("begin", "end", "what"),
+    [
+        (BEGIN, END + WAIT, "end"),
+        (BEGIN, WAIT_READ + END + WAIT, "end"),
+        ("", BEGIN + END, "begin"),
+    ],
+    ids=["late", "read", "early"],
+)
+def test_additions_must_be_waited_for(tmp_path, begin, end, what):
     """In half of the blocks they land as late as they may."""
     told = (
-        r"^\S+ \(d8_fp32\): section ended with a store in flight in kernel test_kernel, block \d+, "
-        r"thread \d+: end_ordered \(\S+\): of thread 0, cp_reduce_async_bulk_add \(\S+\) may come "
-        "later than what the next place writes or adds: call cp_async_bulk_commit_group, then "
+        rf"^\S+ \(d8_fp32\): section {what[:3]}\w* with a store in flight in kernel test_kernel, "
+        rf"block \d+, thread \d+: {what}_ordered \(\S+\): of thread 0, cp_reduce_async_bulk_add "
+        r"\(\S+\) may not come in the order of the places: call cp_async_bulk_commit_group, then "
         "cp_async_bulk_wait_group$"
     )
     for seed in range(4):
         with pytest.raises(SimtError, match=told):
-            additions(tmp_path, seed, 12, BEGIN, end)
+            additions(tmp_path, seed, 12, begin, end)
 
 
 RACE = r"data race between blocks in kernel test_kernel, block \d, thread \d+ @: "

@@ -35,21 +35,21 @@ void section_collective(const char* name, int& counter, int place, Site site, Co
     });
 }
 
-// Reports a bulk store or reduction of the warp that it has not waited for.
-void require_stores_landed(const Group& warp, const Operation& operation) {
+// Reports a bulk store or reduction of the warp that it has not waited for: it may come earlier, or
+// later, than those of the section.
+void require_stores_landed(const Group& warp, const char* what, const Operation& operation) {
     Worker& worker = *Worker::current();
     for (int i = 0; i < warp.num_threads; ++i) {
-        for (const BulkCopy& store : worker.thread(warp.first_thread + i).stores) {
-            Report report = operation_fault("section ended with a store in flight", operation);
-            report.add(": of thread %d, ", warp.first_thread + i);
-            Operation{store.name, store.site}.describe(report);
-            report
-                .add(
-                    " may come later than what the next place writes or adds: call "
-                    "cp_async_bulk_commit_group, "
-                    "then cp_async_bulk_wait_group")
-                .fail();
-        }
+        const std::vector<BulkCopy>& stores = worker.thread(warp.first_thread + i).stores;
+        if (stores.empty()) continue;
+        Report report = operation_fault(what, operation);
+        report.add(": of thread %d, ", warp.first_thread + i);
+        Operation{stores[0].name, stores[0].site}.describe(report);
+        report
+            .add(
+                " may not come in the order of the places: call cp_async_bulk_commit_group, then "
+                "cp_async_bulk_wait_group")
+            .fail();
     }
 }
 
@@ -67,6 +67,7 @@ void begin_ordered(int& counter, int place, simt::Site site) {
                 describe_address(report, reinterpret_cast<const std::byte*>(warp.section));
                 report.fail();
             }
+            simt::require_stores_landed(warp, "section begun with a store in flight", operation);
             while (!worker.grid().begin_section(counter, place, operation))
                 worker.wait_for_place(counter, place);
             simt::track(simt::READ, &counter, sizeof(counter), site);
@@ -85,7 +86,7 @@ void end_ordered(int& counter, int place, simt::Site site) {
                 describe_address(report, reinterpret_cast<const std::byte*>(&counter));
                 report.fail();
             }
-            simt::require_stores_landed(warp, operation);
+            simt::require_stores_landed(warp, "section ended with a store in flight", operation);
             simt::track(simt::WRITE, &counter, sizeof(counter), site);
             worker.grid().end_section(counter, place, operation);
             warp.section = nullptr;

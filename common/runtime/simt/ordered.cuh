@@ -1,6 +1,6 @@
 // Ordered sections, for the host compiler: the twin of common/runtime/device/ordered.cuh. What a warp
 // adds to global memory in a section is added there and then; other additions have no order. A section
-// ends with no bulk store or reduction of the warp in flight.
+// begins and ends with no bulk store or reduction of the warp in flight.
 #pragma once
 #include "attention.cuh"
 
