@@ -2,6 +2,8 @@
 // payload, the last to arrive does the work for all, and all go on. Every instruction that a warp,
 // a warpgroup or a block executes together is a call of collective() with a payload of its own.
 #pragma once
+#include "access.h"
+#include "global_races.h"
 #include "scheduler.h"
 #include "warp.h"
 
@@ -66,6 +68,23 @@ void require_same(const Group& group, const Operation& operation, Payloads<Paylo
         }
         report.fail();
     }
+}
+
+// Of a warp, whose lanes all bring the same, on an object in global memory by which blocks wait for
+// each other: complete(warp, operation) runs once, when all lanes have arrived.
+template <typename Object, typename Payload, typename Complete>
+void collective_between_blocks(const char* name, Object& object, Payload payload, Site site,
+                               Complete complete) {
+    require_global(&object, sizeof(object), name, site);
+    *static_cast<const volatile char*>(static_cast<const void*>(&object));  // traps here, or never
+    const Operation operation = {name, site, ALL_LANES};
+    Group& warp = warp_for(operation);
+    collective(warp, operation, payload, [&](Payloads<Payload> lanes) {
+        require_same(warp, operation, lanes);
+        Worker::current()->races().order_lanes(warp.first_thread, ALL_LANES);
+        global_races.require_kernel_wait(WRITE, &object, site);
+        complete(warp, Operation{name, site});
+    });
 }
 
 }  // namespace simt

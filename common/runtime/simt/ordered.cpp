@@ -19,22 +19,6 @@ struct Section {  // what a lane brings
     }
 };
 
-// A collective of the warp; complete(warp, operation) runs once, when all lanes have arrived.
-template <typename Complete>
-void section_collective(const char* name, int& counter, int place, Site site, Complete complete) {
-    require_global(&counter, sizeof(counter), name, site);
-    *static_cast<volatile int*>(&counter);  // traps here, or never
-    const Operation operation = {name, site, ALL_LANES};
-    Group& warp = warp_for(operation);
-    Section section = {&counter, place};
-    collective(warp, operation, section, [&](Payloads<Section> lanes) {
-        require_same(warp, operation, lanes);
-        Worker::current()->races().order_lanes(warp.first_thread, ALL_LANES);
-        global_races.require_kernel_wait(WRITE, &counter, site);
-        complete(warp, Operation{name, site});
-    });
-}
-
 // Reports a bulk store or reduction of the warp that it has not waited for: it may come earlier, or
 // later, than those of the section.
 void require_stores_landed(const Group& warp, const char* what, const Operation& operation) {
@@ -57,8 +41,8 @@ void require_stores_landed(const Group& warp, const char* what, const Operation&
 }  // namespace simt
 
 void begin_ordered(int& counter, int place, simt::Site site) {
-    simt::section_collective(
-        "begin_ordered", counter, place, site,
+    simt::collective_between_blocks(
+        "begin_ordered", counter, simt::Section{&counter, place}, site,
         [&](simt::Group& warp, const simt::Operation& operation) {
             simt::Worker& worker = *simt::Worker::current();
             if (warp.section) {
@@ -76,8 +60,8 @@ void begin_ordered(int& counter, int place, simt::Site site) {
 }
 
 void end_ordered(int& counter, int place, simt::Site site) {
-    simt::section_collective(
-        "end_ordered", counter, place, site,
+    simt::collective_between_blocks(
+        "end_ordered", counter, simt::Section{&counter, place}, site,
         [&](simt::Group& warp, const simt::Operation& operation) {
             simt::Worker& worker = *simt::Worker::current();
             if (warp.section != &counter) {

@@ -1,6 +1,5 @@
 #include "signal.cuh"
 
-#include "access.h"
 #include "collective.h"
 #include "grid.h"
 #include "trap.h"
@@ -18,36 +17,24 @@ struct SignalAddress {  // what a lane brings
     }
 };
 
-// A collective of the warp; complete(operation) runs once, when all lanes have arrived.
-template <typename Complete>
-void signal_collective(const char* name, const Signal& signal, Site site, Complete complete) {
-    require_global(&signal, sizeof(signal), name, site);
-    *static_cast<const volatile char*>(static_cast<const void*>(&signal));  // traps here, or never
-    const Operation operation = {name, site, ALL_LANES};
-    Group& warp = warp_for(operation);
-    SignalAddress address = {&signal};
-    collective(warp, operation, address, [&](Payloads<SignalAddress> lanes) {
-        require_same(warp, operation, lanes);
-        Worker::current()->races().order_lanes(warp.first_thread, ALL_LANES);
-        global_races.require_kernel_wait(WRITE, &signal, site);
-        complete(Operation{name, site});
-    });
-}
-
 }  // namespace
 }  // namespace simt
 
 void post_signal(Signal& signal, simt::Site site) {
-    simt::signal_collective("post_signal", signal, site, [&](const simt::Operation& operation) {
+    const auto post = [&](simt::Group&, const simt::Operation& operation) {
         simt::Worker& worker = *simt::Worker::current();
         worker.grid().post(signal, operation);
         if (worker.in_this_run(simt::mix(site.line))) worker.grid().fall_behind();
-    });
+    };
+    simt::collective_between_blocks("post_signal", signal, simt::SignalAddress{&signal}, site,
+                                    post);
 }
 
 void take_signal(Signal& signal, simt::Site site) {
-    simt::signal_collective("take_signal", signal, site, [&](const simt::Operation& operation) {
+    const auto take = [&](simt::Group&, const simt::Operation& operation) {
         simt::Worker& worker = *simt::Worker::current();
         while (!worker.grid().take(signal, operation)) worker.wait_for_signal(signal);
-    });
+    };
+    simt::collective_between_blocks("take_signal", signal, simt::SignalAddress{&signal}, site,
+                                    take);
 }
