@@ -84,6 +84,10 @@ class Step:
         """What the step computes, by the letter of its name."""
         return operation_of(self.name)
 
+    def is_candidate(self, deterministic: bool = False) -> bool:
+        """Whether attention() takes the step, unless a higher one runs, without being told to."""
+        return not self.draft and not (self.unordered if deterministic else self.only_deterministic)
+
     def require(self, spec: Specialization) -> None:
         """Raises UsageError where the step cannot run spec."""
         if reason := self.limits.refusal(spec):

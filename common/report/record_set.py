@@ -98,8 +98,7 @@ class Ladder:
             for step in reversed(self.steps)
             if self.grid
             and step.name in self.grid.record["sources"]
-            and not step.draft
-            and not (step.unordered if deterministic else step.only_deterministic)
+            and step.is_candidate(deterministic)
         )
 
     @property

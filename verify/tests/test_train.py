@@ -36,11 +36,7 @@ from verify.tests.drawings import clashes, dots, texts
 from verify.tests.fake_records import fake_training
 
 V_STEP, B_STEP = (
-    [
-        step
-        for step in all_steps()
-        if step.operation == operation and not step.draft and not step.only_deterministic
-    ][-1]
+    [step for step in all_steps() if step.operation == operation and step.is_candidate()][-1]
     for operation in (FORWARD, BACKWARD)
 )
 SDPA = partial(scaled_dot_product_attention, is_causal=True)

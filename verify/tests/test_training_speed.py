@@ -38,11 +38,7 @@ from common.runtime.gpu import GpuBackend
 from verify.tests.fake_records import fake_training_speed
 
 V_STEP, B_STEP = (
-    [
-        step
-        for step in all_steps()
-        if step.operation == operation and not step.draft and not step.only_deterministic
-    ][-1]
+    [step for step in all_steps() if step.operation == operation and step.is_candidate()][-1]
     for operation in (FORWARD, BACKWARD)
 )
 SDPA = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
