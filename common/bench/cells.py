@@ -5,18 +5,17 @@ The keys of a cell, beside those that say what it is:
 tflops     the median rate of each step, then of each peer, or why it is missing
 routes     which code a peer runs
 errors     of each step and peer: the largest absolute difference from the float64 oracle
+slow       who was timed in rounds of their own; environment is that of the others' rounds
 """
 
 from __future__ import annotations
 
+import math
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-
-import torch
 
 from verify.accuracy import Expected
 from verify.case import Case
@@ -30,7 +29,7 @@ from ..records import previous_path, read_replaced
 from ..runtime.gpu import GpuBackend
 from ..step import Step
 from .peers import Peer, load
-from .timing import SLEEP_CYCLES, time_rounds
+from .timing import SLEEP_CYCLES, WARMUP, Rounds, time_interleaved, time_rounds
 from .trial import describe_cell, require_right, try_peers, try_steps
 
 WITHOUT = (NAIVE,)  # holds all scores: nobody would choose it for these lengths
@@ -38,6 +37,14 @@ WITHOUT = (NAIVE,)  # holds all scores: nobody would choose it for these lengths
 # Rounds of a cell: as many as its share of the time allows, between bounds.
 CELL_SECONDS = 3.0
 LEAST_ROUNDS, MOST_ROUNDS = 10, 30
+
+# A card at its power cap lowers its clock some time after the load has risen, so a call is faster
+# after a slow one, which draws less, than after any other. Whoever is SLOW times as slow as the
+# fastest is timed apart, and no sample is taken until the clock has followed the load.
+SLOW = 1.5
+SETTLE_SECONDS = 0.3
+
+Calls = dict[str, Callable[[], object]]
 
 
 def steps_from(first: str) -> list[Step]:
@@ -73,12 +80,15 @@ def measure_cell(
     for name, trial in trials.items():
         require_right(name, trial.errors, case, expected)
     calls = {name: trial.call for name, trial in trials.items()}
-    rounds = affordable_rounds(_seconds(calls.values()))
-    timed = time_rounds(calls, rounds=rounds, sleep_cycles=SLEEP_CYCLES)
+    first = time_interleaved(calls, rounds=1, warmup=1, sleep_cycles=SLEEP_CYCLES)
+    call_ms = {name: samples[0] for name, samples in first.items()}
+    slow = [name for name in calls if call_ms[name] > SLOW * min(call_ms.values())]
+    timed = _time([name for name in calls if name not in slow], calls, call_ms)
+    samples_ms = dict(timed.samples_ms)
+    if slow:
+        samples_ms |= _time(slow, calls, call_ms).samples_ms
     flops = operation.flops(case.problem)
-    outcomes = {
-        name: trial.outcome(timed.samples_ms[name], flops) for name, trial in trials.items()
-    }
+    outcomes = {name: trial.outcome(samples_ms[name], flops) for name, trial in trials.items()}
     return {
         **describe_cell(case, timed.environment),
         "tflops": {
@@ -87,23 +97,25 @@ def measure_cell(
         },
         "routes": {name: peer.route for name, peer in peers.items() if isinstance(peer, Peer)},
         "errors": {name: trial.errors for name, trial in trials.items()},
-        "samples_ms": timed.samples_ms,
+        "slow": slow,
+        "samples_ms": samples_ms,
     }
+
+
+def _time(names: Sequence[str], calls: Calls, call_ms: dict[str, float]) -> Rounds:
+    """Rounds of some of the calls, which take about so many milliseconds each."""
+    seconds = sum(call_ms[name] for name in names) / 1e3
+    return time_rounds(
+        {name: calls[name] for name in names},
+        rounds=affordable_rounds(seconds),
+        warmup=max(WARMUP, math.ceil(SETTLE_SECONDS / seconds)),
+        sleep_cycles=SLEEP_CYCLES,
+    )
 
 
 def affordable_rounds(round_seconds: float) -> int:
     """As many rounds of that length as CELL_SECONDS allows, between the bounds."""
     return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(CELL_SECONDS / round_seconds)))
-
-
-def _seconds(calls: Iterable[Callable[[], object]]) -> float:
-    """Host time of one round, until the device has finished."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def keep_previous(path: Path, form: Form, sources: dict) -> None:

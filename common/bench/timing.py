@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from .device_state import device_state
 
+WARMUP = 3  # rounds
 SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to launch a round
 
 
@@ -19,7 +20,7 @@ def time_interleaved(
     candidates: dict[str, Callable[[], object]],
     *,
     rounds: int = 30,
-    warmup: int = 3,
+    warmup: int = WARMUP,
     seed: int = 0,
     sleep_cycles: int = 0,
 ) -> dict[str, list[float]]:

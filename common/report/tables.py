@@ -277,9 +277,10 @@ def _how_measured(measured: Cells, *steps: str) -> str:
     states = [cells[0]["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
     rounds = {len(samples) for cell in cells for samples in cell["samples_ms"].values()}
     least, most = min(rounds), max(rounds)
+    apart = ", the slow ones apart" if any(cell.get("slow") for cell in cells) else ""
     text = (
-        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds per cell, "
-        "L2 flushed before each call. In bold: no slower than the fastest peer. "
+        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds per cell"
+        f"{apart}, L2 flushed before each call. In bold: no slower than the fastest peer. "
         f"{_device_states(states)}"
     )
     if measured.previous:

@@ -19,7 +19,7 @@ torch.set_num_threads(1)  # pytest -n auto has a process for each core
 
 @pytest.fixture
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call takes 2 ms, a round of all 0.2 s, and one of two peers is there."""
+    """Every call takes 100 ms, and one of two peers is there."""
 
     def load(operation, inputs, *, causal, without):
         assert without == ("sdpa_math",)
@@ -30,12 +30,12 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
     monkeypatch.setattr(cells, "load", load)
     monkeypatch.setattr(timing, "device_state", lambda: "not collected")
-    monkeypatch.setattr(cells, "_seconds", lambda calls: 0.2)
-    monkeypatch.setattr(
-        timing,
-        "time_interleaved",
-        lambda calls, rounds, sleep_cycles: {name: [2.0] * rounds for name in calls},
-    )
+
+    def time_interleaved(calls, *, rounds, warmup, sleep_cycles):
+        return {name: [100.0] * rounds for name in calls}
+
+    monkeypatch.setattr(cells, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(timing, "time_interleaved", time_interleaved)
 
 
 @pytest.fixture

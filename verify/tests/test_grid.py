@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.bench import cells, grid
+from common.bench import cells, grid, timing
 from common.catalog import all_steps
 from common.errors import UsageError
 from common.operation import BACKWARD, FORWARD, OPERATIONS, Operation
@@ -129,7 +129,7 @@ class TorchBackend:
 def test_measured_cell(without_a_gpu):
     cell = grid.measure_shape(TorchBackend(), [V02, V03], TINY)
     assert find_error(cell, CELL) is None
-    rate = 2 * 2 * 96**2 * 64 / 2e9
+    rate = 2 * 2 * 96**2 * 64 / 100e9
     assert cell["tflops"] == {
         "v02": pytest.approx(rate),
         "v03": {"missing": "v03 takes head_dim 128"},
@@ -138,6 +138,25 @@ def test_measured_cell(without_a_gpu):
     }
     samples = cell["samples_ms"]
     assert {name: len(row) for name, row in samples.items()} == {"v02": 15, "sdpa_flash": 15}
+    assert cell["slow"] == []
+
+
+def test_slow_ones_are_timed_apart(without_a_gpu, monkeypatch):
+    """Rounds of 70 ms, and of 300 ms; neither counts its first 300 ms."""
+    call_ms = {"v01": 300.0, "v02": 30.0, "sdpa_flash": 40.0}
+    timed = []
+
+    def time_interleaved(calls, *, rounds, warmup, sleep_cycles):
+        timed.append((list(calls), rounds, warmup))
+        return {name: [call_ms[name]] * rounds for name in calls}
+
+    monkeypatch.setattr(cells, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(timing, "time_interleaved", time_interleaved)
+    cell = grid.measure_shape(TorchBackend(), [V01, V02], TINY)
+    assert timed[1:] == [(["v02", "sdpa_flash"], 30, 5), (["v01"], 10, 3)]
+    assert cell["slow"] == ["v01"]
+    assert {name: samples[0] for name, samples in cell["samples_ms"].items()} == call_ms
+    assert find_error(cell, CELL) is None
 
 
 def test_measured_cell_of_backward(without_a_gpu):
@@ -146,7 +165,7 @@ def test_measured_cell_of_backward(without_a_gpu):
     cell = grid.measure_shape(TorchBackend(), [B01, B02], case)
     assert find_error(cell, cell_form(BACKWARD)) is None
     assert list(cell["tflops"]) == ["b01", "b02", "sdpa_cudnn", "sdpa_flash"]
-    assert cell["tflops"]["b02"] == pytest.approx(5 * 2 * 96**2 * 64 / 2e9)
+    assert cell["tflops"]["b02"] == pytest.approx(5 * 2 * 96**2 * 64 / 100e9)
     assert list(cell["errors"]) == ["b01", "b02", "sdpa_flash"]
     assert all(list(errors) == ["dq", "dk", "dv"] for errors in cell["errors"].values())
     with pytest.raises(UsageError, match=r"b01 is wrong on tiny: an error of .* in dq"):
@@ -403,14 +422,21 @@ def test_shared_heads_and_rounds_are_told(record_set):
     cells[1]["samples_ms"] = {"v01": [1.0] * 10}
     text = grid_table(record_set(cells=cells))
     assert "| 64 | none | 4 × 64/8 | 4096 | 4096 |" in text
-    assert "Median of 3 to 10 interleaved rounds" in text
+    assert "Median of 3 to 10 interleaved rounds per cell, L2" in text
+
+
+def test_rounds_apart_are_told(record_set):
+    cells = fake_grid(V01, V02)["cells"]
+    cells[0]["slow"] = ["v01"]
+    text = grid_table(record_set(cells=cells))
+    assert "interleaved rounds per cell, the slow ones apart, L2" in text
 
 
 def test_other_keys_than_queries(without_a_gpu, record_set):
     case = replace(TINY, shape=replace(TINY.shape, seq_q=40))
     cell = grid.measure_shape(TorchBackend(), [V02, V03], case)
     assert find_error(cell, CELL) is None
-    assert cell["tflops"]["v02"] == pytest.approx(4 * 2 * (40 * 56 + 40**2 / 2) * 64 / 2e9)
+    assert cell["tflops"]["v02"] == pytest.approx(4 * 2 * (40 * 56 + 40**2 / 2) * 64 / 100e9)
     cell["environment"] = fake_grid(V01)["cells"][0]["environment"]
     text = grid_table(record_set(sources=fake_grid(V02)["sources"], cells=[cell]))
     assert "| tiny | 64 | causal | 1 × 2 | 40 | 96 |" in text
