@@ -66,9 +66,13 @@ class _Roundings:
         self.by_mantissa = torch.zeros(1 << MANTISSA_BITS, dtype=torch.float64, device=device)
 
     def add(self, rounded: torch.Tensor, weight: torch.Tensor) -> None:
-        """Of these numbers; weight is what a relative error of 1 of each makes of the sum."""
-        mantissa = rounded.float().view(torch.int32) & 0x7FFFFF
-        self.by_mantissa.index_add_(0, mantissa.flatten() >> 23 - MANTISSA_BITS, weight.flatten())
+        """Of these numbers; weight is what a relative error of 1 of each makes of the sum.
+
+        A 0 is exact. Where a mask hides keys they are many, and adding to one place takes long.
+        """
+        not_exact = rounded != 0
+        mantissa = rounded[not_exact].float().view(torch.int32) & 0x7FFFFF
+        self.by_mantissa.index_add_(0, mantissa >> 23 - MANTISSA_BITS, weight[not_exact])
 
     def deviation(self) -> float:
         """The standard deviation of their sum in units of u."""

@@ -113,9 +113,9 @@ def test_clean(tool: str) -> None:
 
 
 @pytest.mark.gpu
-def test_racecheck_sees_rows_released_early() -> None:
+def test_racecheck_sees_a_stage_released_early() -> None:
     said = watch(
-        "racecheck", ["verify/mutants/b08_rows_released_early.patch"], ["gqa_causal_padded"]
+        "racecheck", ["verify/mutants/b08_q_start_released_early.patch"], ["gqa_causal_padded"]
     )
     assert "Race reported" in said, said[-4000:]
 
