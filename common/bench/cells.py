@@ -39,8 +39,8 @@ CELL_SECONDS = 3.0
 LEAST_ROUNDS, MOST_ROUNDS = 10, 30
 
 # A card at its power cap lowers its clock some time after the load has risen, so a call is faster
-# after a slow one, which draws less, than after any other. Whoever is SLOW times as slow as the
-# fastest is timed apart, and no sample is taken until the clock has followed the load.
+# after a slow one, which draws less, than after any other. Whoever takes more than SLOW times as
+# long as the fastest is timed apart, and no sample is taken until the clock has followed the load.
 SLOW = 1.5
 SETTLE_SECONDS = 0.3
 
@@ -80,8 +80,8 @@ def measure_cell(
     for name, trial in trials.items():
         require_right(name, trial.errors, case, expected)
     calls = {name: trial.call for name, trial in trials.items()}
-    first = time_interleaved(calls, rounds=1, warmup=1, sleep_cycles=SLEEP_CYCLES)
-    call_ms = {name: samples[0] for name, samples in first.items()}
+    first = time_interleaved(calls, rounds=3, warmup=0, sleep_cycles=SLEEP_CYCLES)
+    call_ms = {name: min(samples) for name, samples in first.items()}
     slow = [name for name in calls if call_ms[name] > SLOW * min(call_ms.values())]
     timed = _time([name for name in calls if name not in slow], calls, call_ms)
     samples_ms = dict(timed.samples_ms)

@@ -1,7 +1,7 @@
 """NVIDIA's compute-sanitizer on all steps, on small shapes that leave ragged tiles.
 
-`python -m verify.tests.test_compute_sanitizer TOOL STEP,... CASE,...` is what the tools watch. It
-launches and checks nothing, as the tools slow down torch's kernels, too.
+`python -m verify.tests.test_compute_sanitizer TOOL CASE ...` is what the tools watch. It launches
+and checks nothing, as the tools slow down torch's kernels, too.
 
 Two of the tools do not know a rule of PTX and report steps that keep it. They watch copies of the
 steps that do the same in a way they know.
@@ -14,14 +14,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from common.bench.cells import build_all
-from common.catalog import all_steps, find_step
+from common.catalog import all_steps
+from common.operation import OPERATIONS
 from common.paths import BUILD_DIR, ROOT
 from common.records import write_atomically
 from common.runtime.backend import run
@@ -80,8 +82,9 @@ def rewritten(step: Step, tool: str) -> Step:
     return read_step(path)
 
 
-def watch(tool: str, steps: Iterable[str], cases: Iterable[str]) -> str:
-    """What the tool says of the steps in these cases."""
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", CLEAN)
+def test_clean(tool: str) -> None:
     name = "compute-sanitizer"
     program = shutil.which(name) or shutil.which(name, path=Path(nvcc()).parent)
     if not program:
@@ -91,8 +94,10 @@ def watch(tool: str, steps: Iterable[str], cases: Iterable[str]) -> str:
         command += ["--report-api-errors", "no"]
     if tool != "initcheck":  # which has to see torch's kernels, too, when they write q, k and v
         command += ["--kernel-regex", "kernel_substring=attention_"]
-    launch = [sys.executable, "-m", "verify.tests.test_compute_sanitizer"]
-    command += [*launch, tool, ",".join(steps), ",".join(cases)]
+    command += [sys.executable, "-m", "verify.tests.test_compute_sanitizer", tool, *CASES]
+    # Not initcheck: a block of v12 looks for its signal in memory that nobody has written yet.
+    if tool != "initcheck":
+        command += MANY_TILES
     # Without torch's cache every tensor is an allocation of its own, whose end memcheck knows.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     ended = subprocess.run(
@@ -100,16 +105,7 @@ def watch(tool: str, steps: Iterable[str], cases: Iterable[str]) -> str:
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     assert "launched" in ended.stdout, ended.stdout[-2000:]
-    return ended.stdout
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tool", CLEAN)
-def test_clean(tool: str) -> None:
-    # Not initcheck: a block of v12 looks for its signal in memory that nobody has written yet.
-    cases = CASES if tool == "initcheck" else CASES + MANY_TILES
-    said = watch(tool, [step.name for step in all_steps()], cases)
-    assert CLEAN[tool] in said, said[-4000:]
+    assert CLEAN[tool] in ended.stdout, ended.stdout[-4000:]
 
 
 @pytest.mark.parametrize("tool", REWRITES)
@@ -126,19 +122,17 @@ def test_rewritten_steps_are_right(tool: str) -> None:
     assert all(result.passed for result in results), [str(result) for result in results]
 
 
-def _launch(tool: str, steps: str, cases: str) -> None:
-    """names with commas between them"""
+def _launch_all(tool: str, *names: str) -> None:
     from common.runtime.gpu import GpuBackend
 
     backend = GpuBackend()
-    to_run = [find_step(name) for name in steps.split(",")]
-    if tool in REWRITES:
-        to_run = [rewritten(step, tool) for step in to_run]
-    plan = [(step, find_cases(cases.split(","), step.operation)) for step in to_run]
-    for step, its_cases in plan:
-        build_all(backend, [step], its_cases)
-    for step, its_cases in plan:
-        for case in its_cases:
+    for operation in OPERATIONS.values():
+        steps = [step for step in all_steps() if step.operation == operation]
+        if tool in REWRITES:
+            steps = [rewritten(step, tool) for step in steps]
+        cases = find_cases(names, operation)
+        build_all(backend, steps, cases)
+        for step, case in product(steps, cases):
             if backend.refusal(step, case.specialization):
                 continue
             kernels = backend.descriptor(step, case.specialization).kernels
@@ -151,4 +145,4 @@ def _launch(tool: str, steps: str, cases: str) -> None:
 
 
 if __name__ == "__main__":
-    _launch(*sys.argv[1:])
+    _launch_all(*sys.argv[1:])
