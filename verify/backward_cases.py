@@ -94,13 +94,7 @@ _OWN = (
     # Persistent blocks go through the heads by 32 MB of Q, dO and dQ: here through two, then the
     # third. With a mask, the last queries alone see a key; of three blocks of keys, so that the
     # order of their sums is in the bits.
-    Case(
-        "sections",
-        Shape(1, 3, 3, 11000, 384, 128),
-        FP16,
-        causal=True,
-        inputs=negative_logits,
-    ),
+    Case("sections", Shape(1, 3, 3, 11000, 384, 128), FP16, causal=True, inputs=negative_logits),
     Case("sections_gpu", Shape(1, 20, 20, 4090, 4001, 64), BF16, causal=True, gpu_only=True),
     # The gradient of o.
     Case("dout_zero_in_places", Shape(1, 2, 1, 133, 140, 64), BF16, dout=zero_in_places),

@@ -29,7 +29,7 @@ from ..records import previous_path, read_replaced
 from ..runtime.gpu import GpuBackend
 from ..step import Step
 from .peers import Peer, load
-from .timing import SLEEP_CYCLES, WARMUP, Rounds, time_interleaved, time_rounds
+from .timing import SLEEP_CYCLES, WARMUP, Rounds, time_rounds
 from .trial import describe_cell, require_right, try_peers, try_steps
 
 WITHOUT = (NAIVE,)  # holds all scores: nobody would choose it for these lengths
@@ -43,8 +43,6 @@ LEAST_ROUNDS, MOST_ROUNDS = 10, 30
 # long as the fastest is timed apart, and no sample is taken until the clock has followed the load.
 SLOW = 1.5
 SETTLE_SECONDS = 0.3
-
-Calls = dict[str, Callable[[], object]]
 
 
 def steps_from(first: str) -> list[Step]:
@@ -80,13 +78,12 @@ def measure_cell(
     for name, trial in trials.items():
         require_right(name, trial.errors, case, expected)
     calls = {name: trial.call for name, trial in trials.items()}
-    first = time_interleaved(calls, rounds=3, warmup=0, sleep_cycles=SLEEP_CYCLES)
-    call_ms = {name: min(samples) for name, samples in first.items()}
-    slow = [name for name in calls if call_ms[name] > SLOW * min(call_ms.values())]
-    timed = _time([name for name in calls if name not in slow], calls, call_ms)
-    samples_ms = dict(timed.samples_ms)
-    if slow:
-        samples_ms |= _time(slow, calls, call_ms).samples_ms
+    first = time_rounds(calls, rounds=3, warmup=0, sleep_cycles=SLEEP_CYCLES)
+    call_ms = {name: min(samples) for name, samples in first.samples_ms.items()}
+    limit = SLOW * min(call_ms.values())
+    slow = {name: call for name, call in calls.items() if call_ms[name] > limit}
+    timed = _time({name: calls[name] for name in calls if name not in slow}, call_ms)
+    samples_ms = timed.samples_ms | (_time(slow, call_ms).samples_ms if slow else {})
     flops = operation.flops(case.problem)
     outcomes = {name: trial.outcome(samples_ms[name], flops) for name, trial in trials.items()}
     return {
@@ -97,16 +94,16 @@ def measure_cell(
         },
         "routes": {name: peer.route for name, peer in peers.items() if isinstance(peer, Peer)},
         "errors": {name: trial.errors for name, trial in trials.items()},
-        "slow": slow,
+        "slow": list(slow),
         "samples_ms": samples_ms,
     }
 
 
-def _time(names: Sequence[str], calls: Calls, call_ms: dict[str, float]) -> Rounds:
-    """Rounds of some of the calls, which take about so many milliseconds each."""
-    seconds = sum(call_ms[name] for name in names) / 1e3
+def _time(calls: dict[str, Callable[[], object]], call_ms: dict[str, float]) -> Rounds:
+    """Rounds of these calls; call_ms has about how long each of them takes."""
+    seconds = sum(call_ms[name] for name in calls) / 1e3
     return time_rounds(
-        {name: calls[name] for name in names},
+        calls,
         rounds=affordable_rounds(seconds),
         warmup=max(WARMUP, math.ceil(SETTLE_SECONDS / seconds)),
         sleep_cycles=SLEEP_CYCLES,

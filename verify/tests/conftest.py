@@ -34,7 +34,6 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def time_interleaved(calls, *, rounds, warmup, sleep_cycles):
         return {name: [100.0] * rounds for name in calls}
 
-    monkeypatch.setattr(cells, "time_interleaved", time_interleaved)
     monkeypatch.setattr(timing, "time_interleaved", time_interleaved)
 
 

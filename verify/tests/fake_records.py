@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from common.catalog import all_steps
 from common.operation import BACKWARD, FORWARD, Operation
 from common.problem import DISTRIBUTIONS, TRAINED
 from common.records import SCHEMA, host_hashes, model_hashes
 from common.step import Step
+
+# Those that attention() takes where they run; what a record of training has.
+V_STEP, B_STEP = (
+    [step for step in all_steps() if step.operation == operation and step.is_candidate()][-1]
+    for operation in (FORWARD, BACKWARD)
+)
 
 
 def fake_record(

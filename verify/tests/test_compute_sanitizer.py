@@ -77,7 +77,6 @@ REWRITES: dict[str, Callable[[str], str]] = {
 def rewritten(step: Step, tool: str) -> Step:
     """A copy of the step for the tool."""
     path = BUILD_DIR / f"{step.name}_for_{tool}.cu"
-    BUILD_DIR.mkdir(parents=True, exist_ok=True)
     write_atomically(path, REWRITES[tool](step.path.read_text(encoding="utf-8")))
     return read_step(path)
 

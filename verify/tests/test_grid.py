@@ -150,7 +150,6 @@ def test_slow_ones_are_timed_apart(without_a_gpu, monkeypatch):
         timed.append((list(calls), rounds, warmup))
         return {name: [call_ms[name]] * rounds for name in calls}
 
-    monkeypatch.setattr(cells, "time_interleaved", time_interleaved)
     monkeypatch.setattr(timing, "time_interleaved", time_interleaved)
     cell = grid.measure_shape(TorchBackend(), [V01, V02], TINY)
     assert timed[1:] == [(["v02", "sdpa_flash"], 30, 5), (["v01"], 10, 3)]

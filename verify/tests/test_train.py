@@ -20,8 +20,6 @@ from common.bench.corpus import cut, draw, read_corpus, read_text
 from common.bench.gpt import GPT, Size
 from common.bench.train import PLAN, TINY_PLAN, TINY_TEXT, measure_training, try_training
 from common.bench.trainer import Training, require_agreement, train
-from common.catalog import all_steps
-from common.operation import BACKWARD, FORWARD
 from common.paths import ROOT
 from common.problem import TRAINED_SHAPE
 from common.record_schema import TRAIN_RECORD
@@ -33,12 +31,8 @@ from common.report.record_set import RecordSet, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.trained_inputs import TrainedInputs, read_trained, write_trained
 from verify.tests.drawings import clashes, dots, texts
-from verify.tests.fake_records import fake_training
+from verify.tests.fake_records import B_STEP, V_STEP, fake_training
 
-V_STEP, B_STEP = (
-    [step for step in all_steps() if step.operation == operation and step.is_candidate()][-1]
-    for operation in (FORWARD, BACKWARD)
-)
 SDPA = partial(scaled_dot_product_attention, is_causal=True)
 CPU = torch.device("cpu")
 TEXT = torch.arange(2000).remainder(97).to(torch.uint8)

@@ -25,7 +25,6 @@ from common.bench.training_speed import (
     measure_model,
     measure_training_speed,
 )
-from common.catalog import all_steps
 from common.operation import BACKWARD, FORWARD
 from common.problem import Problem, Shape
 from common.record_schema import TRAINING_SPEED_RECORD, find_error
@@ -35,12 +34,8 @@ from common.report.expressions import evaluate
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
-from verify.tests.fake_records import fake_training_speed
+from verify.tests.fake_records import B_STEP, V_STEP, fake_training_speed
 
-V_STEP, B_STEP = (
-    [step for step in all_steps() if step.operation == operation and step.is_candidate()][-1]
-    for operation in (FORWARD, BACKWARD)
-)
 SDPA = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 TINY_LAYER = Problem(Shape(1, 4, 2, 33, 33, 16), "bf16", causal=True)
 TINY_LLAMA = replace(TINY_PLAN, size=LlamaSize(1, 4, 16, 32, kv_heads=2, mlp_width=96))
