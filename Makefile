@@ -29,7 +29,7 @@ CXX_FILES = $$(find steps common verify -name '*.cu' -o -name '*.cuh' -o -name '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup step check bench profile train compare worklog test lint clean
+.PHONY: help setup step check bench profile train compare worklog page test lint clean
 
 help:  ## this list
 	@echo 'Usage: make TARGET [PYTHON=python3]'
@@ -116,6 +116,9 @@ compare: $(READY)  ## N=8 M=9: the diff of two steps, and from profiles/ what ch
 
 worklog: $(READY)  ## write tables, numbers and plots from profiles/; CHECK=1: fail where they differ
 	$(PY) -m common worklog $(if $(CHECK),--check)
+
+page: $(READY)  ## write docs/index.html, the worklog told by scrolling, and what make worklog writes
+	$(PY) -m common page
 
 test: $(READY)  ## pytest
 	$(PY) -m pytest $(if $(PYTHON),,-n auto)

@@ -43,6 +43,7 @@ def _main(arguments: list[str] | None) -> int:
     worklog.add_argument(
         "--check", action="store_true", help="change nothing; exit 1 if something differs"
     )
+    commands.add_parser("page", help="write docs/index.html, with all that worklog writes")
     commands.add_parser("compile", help="compile all steps with nvcc and report their resources")
     commands.add_parser("lint", help="fail where a file in steps/ is malformed")
     launch = commands.add_parser("launch", help="launch a step once, for ncu to watch")
@@ -55,6 +56,8 @@ def _run(options: argparse.Namespace) -> int:
         return _compare(options.first, options.second)
     if options.command == "worklog":
         return _worklog(options.check)
+    if options.command == "page":
+        return _page()
     if options.command == "compile":
         from verify.compile_gate import compile_all
 
@@ -117,6 +120,15 @@ def _worklog(check: bool) -> int:
     for name in different:
         print(f"{name} differs: run make worklog" if check else f"wrote {name}")
     return 1 if check and different else 0
+
+
+def _page() -> int:
+    from .paths import ROOT
+    from .report.markdown import PAGE
+
+    _worklog(check=False)
+    print(f"Open {(ROOT / PAGE).as_uri()} in a browser.")
+    return 0
 
 
 if __name__ == "__main__":

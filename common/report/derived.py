@@ -17,6 +17,14 @@ from ..operation import operation_of
 from ..record_schema import FA3, NUMBER, OURS
 
 BANK_COUNTS = ("accesses", "ideal", "wavefronts")
+# What the steps are limited by, in the order in which they meet it: shares of a peak by column.
+LIMITS = {
+    "L1 data": "l1_data_percent",
+    "FMA": "fma_percent",
+    "tensor": "tensor_percent",
+    "XU": "xu_percent",
+    "issue": "issue_percent",
+}
 
 
 def derived(record: dict) -> dict:
@@ -56,6 +64,18 @@ def readable(counters: dict[str, dict]) -> dict[str, dict[str, float | None]]:
         }
         for kernel, values in counters.items()
     }
+
+
+def limits(record: dict) -> tuple[str, dict[str, float]] | None:
+    """Of a step's record: its kernel that takes longest, and how close that comes to each limit.
+
+    None where nothing was counted.
+    """
+    ncu = derived(record)["ncu"]
+    if isinstance(ncu, str):
+        return None
+    kernel, values = max(ncu.items(), key=lambda item: item[1]["duration_ms"] or 0)
+    return kernel, {limit: values[key] or 0.0 for limit, key in LIMITS.items()}
 
 
 def top_stalls(values: dict[str, float | None], count: int = 2) -> list[tuple[str, float]]:

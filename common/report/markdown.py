@@ -31,9 +31,12 @@ from ..paths import ROOT
 from ..records import HEADLINE_GPU, STATIC, write_atomically
 from . import diagrams, tables
 from .expressions import evaluate
+from .page import render_page
 from .plots import render_plots
 from .record_set import NOT_MEASURED, Ladder, RecordSet, load_record_set
 from .timeline_plot import render_timelines
+
+PAGE = "docs/index.html"
 
 REQUIRED_TABLES = {
     "README.md": ("results", "grid", "results b", "training_speed"),
@@ -90,7 +93,10 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
         contents |= {one.folder / name: svg for name, svg in render_plots(one).items()}
         timelines = render_timelines(one.timelines)
         contents |= {one.folder / "timelines" / name: svg for name, svg in timelines.items()}
-    contents |= {root / "figures" / name: svg for name, svg in diagrams.figures().items()}
+    figures = diagrams.figures()
+    contents |= {root / "figures" / name: svg for name, svg in figures.items()}
+    if worklog := contents.get(root / "worklog.md"):
+        contents[root / PAGE] = render_page((headline, *others), worklog, figures)
     different = [path for path, content in contents.items() if not _same(path, content)]
     if not check:
         for path in different:

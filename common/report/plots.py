@@ -10,7 +10,7 @@ from ..operation import FORWARD, OPERATIONS, Operation
 from ..problem import NORMAL
 from ..record_schema import NUMBER
 from ..text import label
-from .derived import derived, first_that_run, peer_ratios
+from .derived import LIMITS, first_that_run, limits, peer_ratios
 from .diagrams.svg import (
     ACCENT,
     EMPTY,
@@ -39,15 +39,6 @@ MASKS = ("no mask", "causal mask")
 GRID_ROW, GRID_GAP, PANEL = 20, 8, 250
 PANEL_LEFTS = (196, 514)
 
-# What the steps are limited by, in the order in which they meet it: shares of a peak by column.
-LIMITS = {
-    "L1 data": "l1_data_percent",
-    "FMA": "fma_percent",
-    "tensor": "tensor_percent",
-    "XU": "xu_percent",
-    "issue": "issue_percent",
-}
-
 
 def render_plots(record_set: RecordSet) -> dict[str, str]:
     """SVG text by file name; none without a record."""
@@ -56,8 +47,8 @@ def render_plots(record_set: RecordSet) -> dict[str, str]:
         ladder = record_set.of(operation)
         if ladder.measured.records:
             drawings[operation.named("steps")] = _steps(ladder)
-        if limits := _limits(ladder):
-            drawings[operation.named("limits")] = limits
+        if drawing := _limits(ladder):
+            drawings[operation.named("limits")] = drawing
         if ladder.grid:
             drawings[operation.named("grid")] = _grid(ladder)
     if record_set.distributions and latest_steps(record_set, record_set.distributions.record):
@@ -138,9 +129,7 @@ def _limits(ladder: Ladder) -> Drawing | None:
     """
     measured = ladder.measured
     counted = {
-        name: ncu
-        for name, record in measured.records.items()
-        if isinstance(ncu := derived(record)["ncu"], dict)
+        name: found for name, record in measured.records.items() if (found := limits(record))
     }
     if not counted:
         return None
@@ -160,12 +149,12 @@ def _limits(ladder: Ladder) -> Drawing | None:
             _name(drawing, y, measured.label(name))
             drawing.text(left, y, "not collected", color=MUTED)
             continue
-        kernel, values = max(counted[name].items(), key=lambda item: item[1]["duration_ms"] or 0)
-        _name(drawing, y, measured.label(name), kernel * (len(counted[name]) > 1))
-        shares = [values[key] or 0.0 for key in LIMITS.values()]
-        for n, share in enumerate(shares):
+        kernel, shares = counted[name]
+        several = len(measured.records[name]["counters"]) > 1
+        _name(drawing, y, measured.label(name), kernel * several)
+        for n, share in enumerate(shares.values()):
             x = left + n * column
-            closest = share == max(shares)
+            closest = share == max(shares.values())
             drawing.box(x, y - 8, track, 16, EMPTY)
             drawing.box(x, y - 8, round(track * share / 100, 1), 16, ACCENT if closest else RAMP[3])
             text = f"{share:.0f}"

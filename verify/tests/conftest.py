@@ -1,6 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +17,10 @@ from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from verify.reference import oracle_of
+from verify.tests.page_under_test import render
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 torch.set_num_threads(1)  # pytest -n auto has a process for each core
 
@@ -63,3 +71,49 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def make_backend(request) -> Callable[[], Backend]:
     """A backend, for tests that an instruction on the GPU and its CPU twin must both pass."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page as the records, the steps and the scripts are now."""
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    path.write_text(render(), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    playwright_api = pytest.importorskip("playwright.sync_api")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        if "CI" in os.environ:
+            pytest.fail(f"no browser: install one of {', '.join(names)}")
+        pytest.skip(f"no browser: none of {', '.join(names)}")
+    with playwright_api.sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=found)
+
+
+@pytest.fixture
+def open_page(browser: Browser, page_path: Path) -> Iterator[Callable[..., Page]]:
+    """Opens the page in a new window, whose options it takes; errors in the console fail the test.
+
+    Motion is reduced unless told: a screen is then what it will be at once.
+    """
+    errors: list[str] = []
+    contexts = []
+
+    def open_(path: Path = page_path, width: int = 1280, height: int = 900, **options) -> Page:
+        size = {"width": width, "height": height}
+        context = browser.new_context(viewport=size, **{"reduced_motion": "reduce", **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda m: m.type in ("error", "warning") and errors.append(m.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert not errors

@@ -20,7 +20,7 @@ from common.records import gpu_folder, write_record
 from common.report import markdown, rows
 from common.report.diagrams import figures
 from common.report.expressions import evaluate
-from common.report.markdown import regenerate
+from common.report.markdown import PAGE, regenerate
 from common.report.record_set import load_record_set
 from common.step import read_step
 from verify.tests.fake_records import (
@@ -63,7 +63,7 @@ WORKLOG = """# Title
 FIGURES = [f"figures/{name}" for name in figures()]
 CELL_PLOTS = ("grid", "distributions")
 PLOTS = ["profiles/h200/steps.svg", "profiles/h200/steps_dark.svg"]
-GENERATED = ["README.md", "worklog.md", *PLOTS, *FIGURES]
+GENERATED = ["README.md", "worklog.md", *PLOTS, *FIGURES, PAGE]
 
 
 @pytest.fixture
@@ -358,7 +358,7 @@ def test_without_backward_records_its_numbers_are_not_measured(root):
 def test_without_records_nothing_is_made_up(root):
     for path in (root / "profiles/h200").iterdir():
         path.unlink()
-    assert regenerate(root) == ["README.md", "worklog.md", *FIGURES]
+    assert regenerate(root) == ["README.md", "worklog.md", *FIGURES, PAGE]
     readme = (root / "README.md").read_text()
     assert "-->not measured<!--" in readme
     assert table_row(readme, "v01")[2:4] == ["not measured", ""]

@@ -1,0 +1,44 @@
+const worklog = {
+    sections: {}, // by kind: brings a section to life, given its element and its data
+    models: {}, // the playgrounds' mathematics, which know nothing of the page
+
+    // An element with these properties ("aria-label" and the like are attributes) and children.
+    element(name, properties = {}, ...children) {
+        const made = document.createElement(name);
+        for (const [key, value] of Object.entries(properties)) {
+            if (key in made) made[key] = value;
+            else made.setAttribute(key, value);
+        }
+        made.append(...children);
+        return made;
+    },
+
+    // Keeps a plot in a container as wide as that, from when it comes near the screen on.
+    // options(width) are Plot's; label says in words what the plot shows. Returns a function that
+    // draws again.
+    plot(container, label, options) {
+        let near = false;
+        const draw = () => {
+            const width = Math.floor(container.clientWidth);
+            if (!near || !width) return;
+            const figure = Plot.plot({ width, ...options(width) });
+            // An image to assistive technology: its parts have no names of their own.
+            for (const part of figure.querySelectorAll("[aria-label]")) {
+                part.removeAttribute("aria-label");
+            }
+            figure.setAttribute("role", "img");
+            figure.setAttribute("aria-label", label);
+            container.replaceChildren(figure);
+        };
+        new IntersectionObserver(
+            (entries, observer) => {
+                if (!entries.some((entry) => entry.isIntersecting)) return;
+                observer.disconnect();
+                near = true;
+                new ResizeObserver(draw).observe(container);
+            },
+            { rootMargin: "400px" },
+        ).observe(container);
+        return draw;
+    },
+};
