@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tokenize
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def included_headers(source: Path, include_dir: Path) -> list[Path]:
     return sorted(found)
 
 
+@lru_cache(maxsize=256)  # every mutant's hash needs the same headers
 def strip_comments(text: str) -> str:
     """C++ code without comments, includes of headers, and white space that separates nothing."""
     kept: list[str] = []
