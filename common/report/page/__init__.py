@@ -15,7 +15,7 @@ from ...errors import UsageError
 from ...operation import OPERATIONS
 from ..diagrams.svg import COLORS, DARK, LIGHT, NONE
 from ..record_set import RecordSet
-from . import ladder
+from . import explorer, ladder
 from .section import WEB
 
 VENDOR = Path(__file__).parent / "vendor"
@@ -36,6 +36,7 @@ def render_page(record_sets: Sequence[RecordSet], worklog: str, figures: Mapping
             ladder.section(record_sets[0].of(operation), worklog, figures)
             for operation in OPERATIONS.values()
         ),
+        explorer.section(record_sets),
     ]
     page = _fill(
         (WEB / "page.html").read_text(encoding="utf-8"),

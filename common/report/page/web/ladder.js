@@ -5,9 +5,10 @@ worklog.sections.ladder = (root, data) => {
 
     const redraw = worklog.plot(
         root.querySelector(".chart"),
-        `TFLOP/s of ${data.steps.map((s) => `${s.name}: ${s.tflops.toPrecision(3)}`).join(", ")}; ` +
-            data.peers.map((p) => `${p.name}: ${p.tflops.toPrecision(3)}`).join(", "),
         (width) => ({
+            label:
+                `TFLOP/s of ${data.steps.map((s) => `${s.name}: ${s.tflops.toPrecision(3)}`).join(", ")}; ` +
+                data.peers.map((p) => `${p.name}: ${p.tflops.toPrecision(3)}`).join(", "),
             height: width < 500 ? 150 : 260,
             marginLeft: 36,
             x: { domain: steps, label: null },
@@ -60,8 +61,8 @@ worklog.sections.ladder = (root, data) => {
         const of = step.kernel ? `${step.name}, ${step.kernel}` : step.name;
         worklog.plot(
             container,
-            `Limits of ${of}: ${bars.map((b) => `${b.limit} ${b.share.toFixed(0)} %`).join(", ")}`,
             () => ({
+                label: `Limits of ${of}: ${bars.map((b) => `${b.limit} ${b.share.toFixed(0)} %`).join(", ")}`,
                 height: 26 * bars.length + 30,
                 marginLeft: 60,
                 marginRight: 40,

@@ -14,14 +14,18 @@ const worklog = {
     },
 
     // Keeps a plot in a container as wide as that, from when it comes near the screen on.
-    // options(width) are Plot's; label says in words what the plot shows. Returns a function that
-    // draws again.
-    plot(container, label, options) {
+    // options(width) are Plot's, a label that says in words what the plot shows and, where one can
+    // pick a mark with a tip, onChoose(its datum). Returns a function that draws again.
+    plot(container, options) {
         let near = false;
         const draw = () => {
             const width = Math.floor(container.clientWidth);
             if (!near || !width) return;
-            const figure = Plot.plot({ width, ...options(width) });
+            const { label, onChoose, ...rest } = options(width);
+            const figure = Plot.plot({ width, ...rest });
+            if (onChoose) {
+                figure.addEventListener("click", () => figure.value && onChoose(figure.value));
+            }
             // An image to assistive technology: its parts have no names of their own.
             for (const part of figure.querySelectorAll("[aria-label]")) {
                 part.removeAttribute("aria-label");
