@@ -72,7 +72,7 @@ def _cell(row: dict, dtype: str, inputs: str) -> dict:
     return {
         "name": row["name"],
         "dtype": dtype,
-        "inputs": f"logits of std {NORMAL[inputs]}" if inputs in NORMAL else inputs.replace("_", " "),
+        "inputs": _kind(inputs),
         "head_dim": row["head_dim"],
         "mask": "causal" if row["causal"] else "none",
         "shape": _shape(row, own_name=inputs == VARIANCE_1),
@@ -85,6 +85,10 @@ def _cell(row: dict, dtype: str, inputs: str) -> dict:
     }
 
 
+def _kind(inputs: str) -> str:
+    return f"logits of std {NORMAL[inputs]}" if inputs in NORMAL else inputs.replace("_", " ")
+
+
 def _shape(row: dict, *, own_name: bool) -> str:
     """Batch, heads and length, and the name of a cell that is not called after those."""
     heads, kv_heads, seq = row["heads"], row["kv_heads"], row["seq"]
@@ -93,4 +97,6 @@ def _shape(row: dict, *, own_name: bool) -> str:
     length = seq if seq == seq_k else f"{seq} on {seq_k}"
     text = f"{row['batch']} × {shared} × {length}"
     word = re.match(r"(?!d\d)[a-z_]+", row["name"]) if own_name else None
-    return f"{text}, {word[0].rstrip('_').replace('_causal', '').replace('_', ' ')}" if word else text
+    if not word:
+        return text
+    return f"{text}, {word[0].rstrip('_').removesuffix('_causal').replace('_', ' ')}"
