@@ -25,7 +25,7 @@ worklog.sections.explorer = (root, boards) => {
 
     const selects = Object.fromEntries(
         ["device", "operation", ...KEYS].map((key) => {
-            const select = worklog.element("select");
+            const select = worklog.element("select", { name: key });
             select.addEventListener("change", () => choose(key, select.value));
             return [key, select];
         }),
