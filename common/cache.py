@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 
-MAX_ENTRIES = 4096  # more than a model has different calls of attention
+MAX_ENTRIES = 1024  # more than a model has different calls of attention
 
 
-class Cache(dict):
-    """Keeps the MAX_ENTRIES entries that were added last. Thread-safe."""
+class Cache(OrderedDict):
+    """Keeps the MAX_ENTRIES entries that were added last. Thread-safe.
+
+    A dict would look for its oldest entry among the places of all that were evicted before it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,6 +27,6 @@ class Cache(dict):
         with self._lock:
             value = self.setdefault(key, value)
             if len(self) > MAX_ENTRIES:
-                evicted = self.pop(next(iter(self)))
+                evicted = self.popitem(last=False)
         del evicted
         return value

@@ -36,7 +36,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Operation:
-    """Inputs and outputs are in the order in which calls and kernels take them."""
+    """Inputs and outputs are in the order in which calls and kernels take them.
+
+    The first inputs are q, k and v.
+    """
 
     name: str
     letter: str  # of the steps' names

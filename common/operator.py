@@ -1,7 +1,8 @@
 """The operators behind attention(): torch.ops.attention_worklog.forward and .backward.
 
 torch.compile and CUDA graphs see one call each, whose fake gives the outputs' shapes and strides.
-What a call prepares is cached for later calls whose tensors have the same layout.
+A call looks up what its step and the compilation depend on, and computes the rest: in decoding
+each one has a key more than the one before.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch.autograd.function import _SingleLevelFunction
 from .cache import Cache
 from .catalog import STEPS_DIR, all_steps, find_step
 from .errors import UsageError
-from .operation import BACKWARD, FORWARD, Operand, Operation
+from .operation import BACKWARD, FORWARD, SIZES, Operand, Operation
 from .runtime.backend import DTYPE_NAMES, Backend, Call, empty_outputs, specialization
-from .runtime.launch import check_alignment, sizes_of
+from .runtime.launch import Placement, check_alignment, placement_of, sizes_of, strides
 from .step import Step
 
-ADDRESS_BITS = 63  # of an address: no step asks for rows aligned to more than 64 bytes
+MOST_ALIGNMENT = 64  # bytes: no step asks for rows aligned to more
 # Inputs that lie as whoever computed them left them, autograd or torch.vmap: where a step cannot
 # read one, it is copied. All others it must read where they are.
 COPIED = ("lse", "dout")
@@ -46,7 +47,7 @@ _library.define(
 forward = torch.ops.attention_worklog.forward.default
 backward = torch.ops.attention_worklog.backward.default
 
-# A prepared call, the softmax_scale where none is given, and which inputs it takes copies of.
+# A step that is ready, the softmax_scale where none is given, and which inputs it takes copies of.
 _Prepared = tuple[Call, float, tuple[int, ...]]
 _calls = Cache()
 # Never removed: a backend owns the modules that it has loaded, and cached calls refer to them.
@@ -73,23 +74,25 @@ def _forward(
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse; arguments and exceptions as in common.attention."""
+    inputs = q, k, v
+    placements = [placement_of(t) for t in inputs]
+    _validate_shapes(FORWARD, placements)
     # fmt: off
     key = (
-        step, backward_step, deterministic, causal,
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ADDRESS_BITS,
-        q.shape, q.stride(), q.dtype, q.device,
-        k.shape, k.stride(), k.dtype, k.device,
-        v.shape, v.stride(), v.dtype, v.device,
+        step, backward_step, deterministic, causal, placements[0][1][3],
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, *_rows_of(inputs, placements),
     )
     # fmt: on
     prepared = _calls.get(key)
     if prepared is None:
         if backward_step is not None:  # found wrong here, not somewhere in a backward pass
             _find(BACKWARD, backward_step, deterministic)
-        prepared = _calls.add(key, _prepare(FORWARD, (q, k, v), causal, step, deterministic))
+        prepared = _calls.add(key, _prepare(FORWARD, inputs, causal, step, deterministic))
     call, default_scale, _ = prepared
-    o, lse = empty_outputs(FORWARD, (q, k, v))
-    call(q, k, v, o, lse, default_scale if softmax_scale is None else softmax_scale)
+    outputs = o, lse = empty_outputs(FORWARD, inputs)
+    placements += map(placement_of, outputs)
+    scale = default_scale if softmax_scale is None else softmax_scale
+    call((*inputs, *outputs), placements, (scale,))
     return o, lse
 
 
@@ -111,22 +114,24 @@ def _backward(
     have any strides. Other arguments and exceptions are as in common.attention.
     """
     inputs = (q, k, v, o, lse, dout)
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr()
+    placements = [placement_of(t) for t in inputs]
+    _validate_shapes(BACKWARD, placements)
     key = (
-        step,
-        deterministic,
-        causal,
-        addresses & ADDRESS_BITS,
-        dout.data_ptr() & ADDRESS_BITS,
-        *[(t.shape, t.stride(), t.dtype, t.device) for t in inputs],
+        *(step, deterministic, causal, placements[0][1][3], lse.is_contiguous()),
+        *[(t.dtype, t.device) for t in inputs],
+        *_rows_of(inputs[:4], placements[:4]),
+        *_rows_of(inputs[5:], placements[5:]),
     )
     call, default_scale, copied = _calls.get(key) or _calls.add(
         key, _prepare(BACKWARD, inputs, causal, step, deterministic)
     )
     if copied:
         inputs = tuple(_copy(t) if i in copied else t for i, t in enumerate(inputs))
+        placements = [placement_of(t) for t in inputs]
     outputs = empty_outputs(BACKWARD, inputs)
-    call(*inputs, *outputs, default_scale if softmax_scale is None else softmax_scale)
+    placements += map(placement_of, outputs)
+    scale = default_scale if softmax_scale is None else softmax_scale
+    call((*inputs, *outputs), placements, (scale,))
     return outputs
 
 
@@ -138,6 +143,7 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
 def _fake(operation: Operation, *arguments) -> tuple[torch.Tensor, ...]:
     """Outputs without contents, for fake tensors and for the meta device."""
     inputs = _tensors(operation, arguments)
+    _validate_shapes(operation, [(0, t.shape, t.stride()) for t in inputs])
     _validate(operation, inputs)
     return empty_outputs(operation, inputs)
 
@@ -325,7 +331,7 @@ def _prepare(
     step: str | None,
     deterministic: bool,
 ) -> _Prepared:
-    """Prepares a call of the given step, or of the highest one that can run these inputs."""
+    """Prepares the given step, or the highest one that can run these inputs."""
     _validate(operation, inputs)
     backend = _backend(inputs[0].device)
     if step is None:
@@ -333,18 +339,62 @@ def _prepare(
     else:
         chosen = _find(operation, step, deterministic)
     spec = specialization(inputs, causal)
-    if reason := backend.refusal(chosen, spec):
-        raise UsageError(f"{chosen.name} {reason}")
+    call = backend.prepare(chosen, spec)
     copied = _unreadable(operation, inputs, backend.descriptor(chosen, spec).alignment)
-    inputs = [_copy(t) if i in copied else t for i, t in enumerate(inputs)]
-    tensors = (*inputs, *empty_outputs(operation, inputs))
-    call = backend.prepare(chosen, tensors, causal=causal)
-    return call, inputs[0].shape[-1] ** -0.5, copied
+    return call, spec.head_dim**-0.5, copied
+
+
+def _rows_of(tensors: Sequence[torch.Tensor], placements: Sequence[Placement]) -> tuple[int, ...]:
+    """What a step must know of where rows begin and how they lie: the bytes that divide all their
+    addresses, at most MOST_ALIGNMENT, and the stride within those of each tensor.
+    """
+    itemsize = tensors[0].itemsize
+    bits, within = MOST_ALIGNMENT, []
+    for address, _, (batch, head, row, element) in placements:
+        bits |= address | (batch | head | row) * itemsize
+        within.append(element)
+    if bits % MOST_ALIGNMENT:  # perhaps by strides of axes of size 1, which have no meaning
+        bits = MOST_ALIGNMENT
+        for t in tensors:
+            batch, head, row = strides(t)
+            bits |= t.data_ptr() | (batch | head | row) * itemsize
+    return bits & -bits, *within
+
+
+def _validate_shapes(operation: Operation, placements: Sequence[Placement]) -> None:
+    """Raises UsageError unless the inputs' shapes fit together. Every call comes here."""
+    (_, q, _), (_, k, _), (_, v, _) = placements[:3]
+    _validate_shape("q", q)
+    _validate_shape("k", k)
+    if k != v:
+        _validate_shape("v", v)
+        raise UsageError(f"k and v must have the same shape, not {list(k)} and {list(v)}")
+    if q[0] != k[0] or q[3] != k[3]:
+        raise UsageError(f"q {list(q)} and k {list(k)} must have the same batch and head_dim")
+    if q[1] % k[1]:
+        raise UsageError(f"heads ({q[1]}) must be a multiple of kv_heads ({k[1]})")
+    if len(placements) == 3:
+        return
+    sizes = dict(zip(SIZES, sizes_of(placements), strict=True)) | {"head_dim": q[3]}
+    for operand, (_, given, _) in zip(operation.inputs[3:], placements[3:], strict=True):
+        shape = [sizes[axis] for axis in operand.axes]
+        if list(given) != shape:
+            raise UsageError(f"{operand.name} must be of shape {shape}, not {list(given)}")
+
+
+def _validate_shape(name: str, shape: Sequence[int]) -> None:
+    if len(shape) != 4:
+        raise UsageError(
+            f"{name} must be [batch, heads, seq, head_dim], not of shape {list(shape)}"
+        )
+    if 0 in shape:
+        raise UsageError(f"{name} is empty: shape {list(shape)}")
+    if max(shape) >= 2**31:
+        raise UsageError(f"{name} is too long: shape {list(shape)}, sizes must be below 2^31")
 
 
 def _validate(operation: Operation, inputs: Sequence[torch.Tensor]) -> None:
-    """Raises UsageError unless these can be the operation's inputs, for whatever step."""
-    q, k, v = inputs[:3]  # of every operation
+    """Raises UsageError unless all but the sizes can be of the operation, for whatever step."""
     strided = {}
     for operand, t in zip(operation.inputs, inputs, strict=True):
         if operand.strided:
@@ -355,32 +405,9 @@ def _validate(operation: Operation, inputs: Sequence[torch.Tensor]) -> None:
     _require_same("dtype", strided)
     names = (operand.name for operand in operation.inputs)
     _require_same("device", dict(zip(names, inputs, strict=True)))
-    if k.shape != v.shape:
-        raise UsageError(
-            f"k and v must have the same shape, not {list(k.shape)} and {list(v.shape)}"
-        )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise UsageError(
-            f"q {list(q.shape)} and k {list(k.shape)} must have the same batch and head_dim"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise UsageError(f"heads ({q.shape[1]}) must be a multiple of kv_heads ({k.shape[1]})")
-    sizes = {**sizes_of(operation, inputs[:3]), "head_dim": q.shape[3]}
-    for operand, t in zip(operation.inputs[3:], inputs[3:], strict=True):
-        shape = [sizes[axis] for axis in operand.axes]
-        if list(t.shape) != shape:
-            raise UsageError(f"{operand.name} must be of shape {shape}, not {list(t.shape)}")
 
 
 def _validate_strided(name: str, t: torch.Tensor) -> None:
-    if t.dim() != 4:
-        raise UsageError(
-            f"{name} must be [batch, heads, seq, head_dim], not of shape {list(t.shape)}"
-        )
-    if t.numel() == 0:
-        raise UsageError(f"{name} is empty: shape {list(t.shape)}")
-    if max(t.shape) >= 2**31:
-        raise UsageError(f"{name} is too long: shape {list(t.shape)}, sizes must be below 2^31")
     if t.dtype not in DTYPE_NAMES:
         raise UsageError(f"{name} must be bfloat16, float16 or float32, not {t.dtype}")
     if t.device.type not in ("cpu", "cuda", "meta"):

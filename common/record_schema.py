@@ -18,8 +18,10 @@ from .timeline_events import TIMELINE_EVENTS
 NUMBER = (int, float)
 SHARES = ("rescaled", "redone")  # of the work tiles
 OURS = "ours"  # attention(), beside its peers
-TRAININGS = (OURS, "sdpa")
 WORKLOADS = ("layer", "gpt", "llama")  # that the speed of training is measured on
+SDPA = "sdpa"  # torch's scaled_dot_product_attention, with the backend of its choice
+TRAININGS = (OURS, SDPA)
+CACHES = ("sliced", "concatenated", "fixed")  # of keys and values: how a call of decoding gets them
 NAIVE = "sdpa_math"  # of the peers, torch's unfused code, which holds all scores
 FA3 = "flash_attention_3"  # of the peers, the one whose speed others are shares of
 FA3_DETERMINISTIC = "flash_attention_3_deterministic"  # its backward with the sums in one order
@@ -274,6 +276,7 @@ LATENCY_RECORD = {
     "sources": lambda value: find_error(value, {EACH: _CODE}) is None and len(value) == 1,
     "host": {EACH: str},
     "cells": _some([_latency_cell]),
+    "decoding": {"keys": [_count], "host_us": dict.fromkeys(CACHES, _SAMPLES)},
 }
 
 _TRAINING = {

@@ -33,14 +33,14 @@ from verify.reference import oracle_of, yardstick_of
 
 from ..catalog import all_steps, step_before
 from ..errors import UsageError
-from ..operation import Operand, Operation
+from ..operation import SIZES, Operand, Operation
 from ..patch import EXPERIMENTS_DIR, read_patch
 from ..paths import ROOT
 from ..record_schema import NAIVE, RECORD
 from ..records import PROFILES_DIR, SCHEMA, gpu_folder, is_stale, read_replaced, write_record
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
-from ..runtime.launch import evaluate
+from ..runtime.launch import read_plan
 from ..step import Step, read_step
 from .device_state import NOT_COLLECTED, git_state, versions
 from .peers import Peer, load, load_peer
@@ -187,7 +187,9 @@ def _description(candidate: Candidate, backend: GpuBackend, case: Case) -> dict:
     step, spec = candidate.step, case.specialization
     resources = backend.resources(step, spec)
     sizes = asdict(case.shape)
-    plan = evaluate(backend.descriptor(step, spec), sizes, backend.multiprocessors)
+    plan = read_plan(backend.descriptor(step, spec), backend.multiprocessors)
+    in_order = [sizes[name] for name in SIZES]
+    workspace_bytes = sum(workspace.num_bytes(in_order) for workspace in plan.workspaces)
     operand_bytes = sum(
         math.prod(sizes[axis] for axis in operand.axes) * _dtype(operand, case).itemsize
         for operand in step.operation.operands
@@ -199,7 +201,7 @@ def _description(candidate: Candidate, backend: GpuBackend, case: Case) -> dict:
         "code_sha256": step.code_sha256,
         "compile": backend.compile_command(step, spec),
         "resources": {kernel.name: asdict(resources[kernel.name]) for kernel in plan.kernels},
-        "least_bytes": operand_bytes + 2 * sum(plan.workspace_bytes),
+        "least_bytes": operand_bytes + 2 * workspace_bytes,
     }
 
 

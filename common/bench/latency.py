@@ -10,16 +10,20 @@ device_us  of a cell: what the device took for each round's launch of the step a
 host_us    what the host took for each call of attention(), under the step's name, and of each peer
 missing    why a peer is missing
 routes     which code a peer runs
+decoding   one query on a cache that has a key more at each call: the numbers of keys and, for each
+           of CACHES, host_us of attention() and of torch's scaled_dot_product_attention
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from time import perf_counter_ns
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 from verify.accuracy import expect
@@ -27,11 +31,12 @@ from verify.case import Case
 
 from .. import attention
 from ..operator import highest_step
-from ..problem import LATENCY
-from ..record_schema import NAIVE
+from ..problem import LATENCY, Problem, Shape
+from ..record_schema import CACHES, NAIVE, SDPA
 from ..records import LATENCY_FILE, PROFILES_DIR, SCHEMA, gpu_folder, host_hashes, write_record
 from ..runtime.backend import empty_outputs
 from ..runtime.gpu import GpuBackend
+from ..runtime.launch import placement_of
 from ..step import Step
 from .device_state import device_state, git_state, versions
 from .peers import Peer, load
@@ -42,8 +47,15 @@ WITHOUT = (NAIVE,)  # several kernels: nobody would choose it for small calls
 ROUNDS = 100
 # Calls that the host makes before it waits: fewer than the device's launch queue holds.
 BURSTS, CALLS = 10, 20
+FIRST_KEYS = 512  # of decoding
 
 CELLS = tuple(Case.of(name, problem) for name, problem in LATENCY.items())
+DECODED = Case.of(
+    "decoding", Problem(Shape(1, 16, 16, 1, FIRST_KEYS + (1 + BURSTS) * CALLS, 128), "bf16")
+)
+# How the keys and values of a call lie: in one buffer for the longest; or as torch.cat made them;
+# and always the same ones, to compare with.
+SLICED, CONCATENATED, FIXED = CACHES
 
 
 def measure_latency() -> Path:
@@ -63,6 +75,7 @@ def measure_latency() -> Path:
         "sources": {step.name: {"code_sha256": step.code_sha256}},
         "host": host_hashes(),
         "cells": [measure_cell(backend, step, case) for case in progress],
+        "decoding": measure_decoding(step, *DECODED.make(backend.device)),
     }
     path = PROFILES_DIR / gpu_folder(record["device"]) / LATENCY_FILE
     write_record(path, record)
@@ -80,7 +93,8 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
         trial = try_call(call, case.operation, expected.outputs)
         require_right(name, trial.errors, case, expected)
     tensors = (*inputs, *empty_outputs(case.operation, inputs))
-    launch = partial(backend.prepare(step, tensors, causal=case.causal), *tensors, case.scale)
+    call = backend.prepare(step, case.specialization)
+    launch = partial(call, tensors, [placement_of(t) for t in tensors], [case.scale])
     before = device_state()
     device_ms = time_interleaved(
         calls | {step.name: launch}, rounds=ROUNDS, sleep_cycles=SLEEP_CYCLES
@@ -98,17 +112,46 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
     }
 
 
-def time_host(call: Callable[[], object]) -> list[float]:
+def measure_decoding(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict:
+    """The record's decoding: of some of these keys, one more at each call."""
+    lengths = range(FIRST_KEYS, FIRST_KEYS + (1 + BURSTS) * CALLS)
+    calls = {step.name: attention, SDPA: scaled_dot_product_attention}
+    expected = expect(DECODED, q, k, v)
+    for name, call in calls.items():
+        trial = try_call(partial(call, q, k, v), DECODED.operation, expected.outputs)
+        require_right(name, trial.errors, DECODED, expected)
+    fixed = k[:, :, :FIRST_KEYS], v[:, :, :FIRST_KEYS]
+    # Made one by one, as in a model: their Python objects are as fresh, and the allocator gives the
+    # memory of earlier ones again.
+    caches = {
+        SLICED: lambda: ((q, k[:, :, :n], v[:, :, :n]) for n in lengths),
+        CONCATENATED: lambda: ((q, k[:, :, :n].clone(), v[:, :, :n].clone()) for n in lengths),
+        FIXED: lambda: repeat((q, *fixed)),
+    }
+    return {
+        "keys": [lengths[0], lengths[-1]],
+        "host_us": {
+            name: {who: time_host(call, cache()) for who, call in calls.items()}
+            for name, cache in caches.items()
+        },
+    }
+
+
+def time_host(
+    call: Callable[..., object], arguments: Iterable[tuple[torch.Tensor, ...]] = repeat(())
+) -> list[float]:
     """Microseconds that each of BURSTS x CALLS calls took until it returned.
 
     The host synchronizes with the device between bursts; the first one, a warm-up, does not count.
     """
     times = []
+    arguments = iter(arguments)
     for _ in range(1 + BURSTS):
         torch.cuda.synchronize()
         for _ in range(CALLS):
+            given = next(arguments)
             start = perf_counter_ns()
-            call()
+            call(*given)
             times.append((perf_counter_ns() - start) / 1000)
     torch.cuda.synchronize()
     return times[CALLS:]

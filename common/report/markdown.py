@@ -5,7 +5,7 @@ Generated text stands between HTML comments, which render invisibly:
     <!-- table: results -->…<!-- end -->          or memory, peers, grid, sass, banks: those of the
                                                   forward ladder
     <!-- table: results b -->…<!-- end -->        any of these, of the ladder with this letter
-    <!-- table: latency -->…<!-- end -->          or distributions, training_speed
+    <!-- table: latency -->…<!-- end -->          or decoding, distributions, training_speed
     <!-- table: counters v04 -->…<!-- end -->     or resources, experiments: those of a step
     <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers and grid of any ladder,
                                                   distributions, latency and training_speed, of
@@ -49,6 +49,7 @@ REQUIRED_TABLES = {
         "grid",
         "distributions",
         "latency",
+        "decoding",
         "results b",
         "memory b",
         "peers b",
@@ -223,6 +224,7 @@ STATIC_TABLES = {"sass": tables.sass, "banks": tables.banks}
 GPU_TABLES = {
     "distributions": tables.distributions,
     "latency": tables.latency,
+    "decoding": tables.decoding,
     "training_speed": tables.training_speed,
 }
 STEP_TABLES = {

@@ -210,6 +210,17 @@ def latency(record_set: RecordSet) -> list[Row]:
     ]
 
 
+def decoding(record_set: RecordSet) -> list[Row]:
+    """A row for each kind of cache: microseconds of the host, by who was called."""
+    if record_set.latency is None or record_set.latency.stale:
+        return []
+    host_us = record_set.latency.record["decoding"]["host_us"]
+    return [
+        {"cache": cache, **{name: statistics.median(times) for name, times in by_name.items()}}
+        for cache, by_name in host_us.items()
+    ]
+
+
 def training_speed(record_set: RecordSet) -> list[Row]:
     """A row for each attention in each workload; speedup is attention()'s speed over a peer's.
 

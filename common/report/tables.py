@@ -9,7 +9,7 @@ from typing import Any
 from ..metrics import OPCODES
 from ..operation import FORWARD, Operation
 from ..problem import TRAINED
-from ..record_schema import FA3_DETERMINISTIC, OURS, SHARES, WORKLOADS
+from ..record_schema import FA3_DETERMINISTIC, OURS, SDPA, SHARES, WORKLOADS
 from ..text import kib, label, listed, markdown, megabytes
 from . import rows
 from .derived import derived, first_that_run, peer_ratios
@@ -341,6 +341,36 @@ def latency(record_set: RecordSet) -> str:
         "The host: until the call returns, while the device still computes, median of "
         f"{_samples(first['host_us'])} calls; for {step} of attention(), for the sdpa with the "
         f"choice of their backend. {_device_states(states)}"
+    )
+
+
+_CACHES = {
+    "sliced": "a key more, of a buffer for all",
+    "concatenated": "a key more, in new tensors",
+    "fixed": "the same keys again",
+}
+
+
+def decoding(record_set: RecordSet) -> str:
+    """What a call of attention(), and of torch's, takes of the host where the cache grows."""
+    found = rows.decoding(record_set)
+    if not found:
+        return STALE if record_set.latency else NOT_MEASURED
+    assert record_set.latency is not None
+    record = record_set.latency.record
+    first, last = record["decoding"]["keys"]
+    (step,) = record["sources"]
+    columns = {
+        "Each call has": lambda row: _CACHES[row["cache"]],
+        f">attention(), {step}": _value(step, "{:.1f}".format),
+        f">{SDPA}": _value(SDPA, "{:.1f}".format),
+    }
+    samples = _samples(record["decoding"]["host_us"]["fixed"])
+    return _table(columns, found) + (
+        f"\n\nMicroseconds of the host on the machine with the {record['device']}, until the call "
+        f"returns, median of {samples} calls: one query of each of 16 heads, head_dim 128, "
+        f"{record['dtype']}, on {first} to {last} keys. {SDPA}: torch's "
+        "scaled_dot_product_attention with the backend of its choice."
     )
 
 

@@ -12,14 +12,15 @@ from ..errors import NotEnoughMemoryError
 from ..operation import Operation
 from ..problem import Specialization
 from ..step import Step
-from .launch import LaunchDescriptor
+from .launch import LaunchDescriptor, Placement
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# A step ready for one kind of call: a function of the tensors, in the order of the operation's
-# operands, and of its scalars. Returns the bytes of the step's workspaces.
-Call = Callable[..., list[torch.Tensor]]
+# A step ready for a specialization: a function of the tensors, in the order of the operation's
+# operands, of how each lies and of the scalars. Returns the bytes of the step's workspaces. Raises
+# UsageError where the step cannot read the tensors.
+Call = Callable[[Sequence[torch.Tensor], Sequence[Placement], Sequence[float]], list[torch.Tensor]]
 
 
 class Backend(Protocol):
@@ -43,18 +44,15 @@ class Backend(Protocol):
     def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
         """The launch descriptor in the compiled module."""
 
-    def prepare(self, step: Step, tensors: Sequence[torch.Tensor], *, causal: bool) -> Call:
-        """A call to repeat with tensors of the same layout: only their addresses may differ.
-
-        Raises UsageError where the step cannot run them.
-        """
+    def prepare(self, step: Step, spec: Specialization) -> Call:
+        """Raises UsageError where the step is refused."""
 
     def launch(
         self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
     ) -> list[torch.Tensor]:
         """Prepares and calls; writes the outputs among the tensors.
 
-        Returns the bytes of the workspaces. Raises UsageError as prepare() does.
+        Returns the bytes of the workspaces. Raises UsageError as prepare() and its calls do.
         """
 
 

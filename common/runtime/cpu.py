@@ -33,17 +33,16 @@ from .backend import Call, empty_outputs, not_enough_memory, specialization
 from .build import compile_cached, compiler_version, host_compiler
 from .launch import (
     LaunchDescriptor,
+    Packer,
     Plan,
-    check_alignment,
     descriptor_type,
-    evaluate,
-    pack,
     params_type,
+    placement_of,
+    read_plan,
     sizes_of,
-    strided_tensors,
 )
 from .segments import SegmentedTensor
-from .tensor_map import encode_for_cpu, tensor_maps
+from .tensor_map import CpuMapEncoder, map_encoders
 
 SIMT_DIR = Path(__file__).parent / "simt"
 
@@ -179,12 +178,11 @@ class CpuBackend:
         values = [scalars[name] for name in step.operation.scalars]
         return self._execute(step, tensors, values, causal, count_banks=False)[0]
 
-    def prepare(self, step: Step, tensors: Sequence[torch.Tensor], *, causal: bool) -> Call:
-        count = len(tensors)
+    def prepare(self, step: Step, spec: Specialization) -> Call:
+        step.require(spec)
 
-        def call(*arguments) -> list[torch.Tensor]:
-            tensors, scalars = arguments[:count], arguments[count:]
-            return self._execute(step, tensors, scalars, causal, count_banks=False)[0]
+        def call(tensors, placements, scalars) -> list[torch.Tensor]:
+            return self._execute(step, tensors, scalars, spec.causal, count_banks=False)[0]
 
         return call
 
@@ -210,16 +208,17 @@ class CpuBackend:
         step.require(spec)
         program = self.build(step, spec)
         descriptor = _read_descriptor(operation, program)
-        plan = evaluate(descriptor, sizes_of(operation, tensors), self.multiprocessors)
-        strided = strided_tensors(operation, tensors)
-        check_alignment(step.name, descriptor.alignment, strided)
-        maps = tensor_maps(step.name, descriptor, strided)
+        plan = read_plan(descriptor, self.multiprocessors)
+        placements = [placement_of(t) for t in tensors]
+        sizes = sizes_of(placements)
+        workspace_bytes = [workspace.num_bytes(sizes) for workspace in plan.workspaces]
+        encoders = map_encoders(CpuMapEncoder, step, descriptor, tensors[0].dtype)
+        # The program fills its own addresses in: of each tensor, of its map, of each workspace.
+        packer = Packer(step.name, operation, descriptor.alignment, encoders)
+        params = packer(tensors, placements, sizes, scalars, [])
         _check_launch(step, spec, plan)
-        _check_memory(step, sum(plan.workspace_bytes))
+        _check_memory(step, sum(workspace_bytes))
 
-        # The program fills the addresses in: of each tensor, of its tensor map, of each workspace.
-        zeros = [0] * len(tensors)
-        params = pack(operation, tensors, scalars, encode_for_cpu(maps), zeros, [])
         fields = params_type(operation)
         segmented = [SegmentedTensor(t) for t in tensors]
         buffers, contents = [], []
@@ -240,7 +239,7 @@ class CpuBackend:
                     kind=_INPUT if is_input else _OUTPUT,
                 )
             )
-        for i, size in enumerate(plan.workspace_bytes):
+        for i, size in enumerate(workspace_bytes):
             contents.append(np.array([[0, size]]))
             buffers.append(
                 _BufferRequest(
@@ -253,7 +252,7 @@ class CpuBackend:
                 )
             )
         kernels = [
-            (kernel.name.encode(), kernel.blocks, kernel.threads, kernel.smem_bytes)
+            (kernel.name.encode(), kernel.blocks(sizes), kernel.threads, kernel.smem_bytes)
             for kernel in plan.kernels
         ]
         request = _Request(
@@ -282,7 +281,7 @@ class CpuBackend:
                     f"after the start of {name}"
                 )
         workspace = []
-        for size in plan.workspace_bytes:
+        for size in workspace_bytes:
             part = np.frombuffer(answer, np.uint8, size, offset)
             workspace.append(torch.from_numpy(part.copy()))
             offset += size

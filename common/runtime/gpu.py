@@ -5,58 +5,57 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from ..cache import Cache
 from ..errors import UsageError
 from ..problem import Specialization
 from ..step import Step
-from .backend import Call, not_enough_memory, specialization
+from .backend import DTYPES, Call, not_enough_memory, specialization
 from .build import Build, Resources, build_cubin, cubin_flags, nvcc, parse_resources
 from .driver import EarlyLaunch, bindings, call
 from .launch import (
+    Kernel,
     LaunchDescriptor,
-    check_alignment,
+    Packer,
+    Placement,
+    Plan,
     descriptor_type,
-    evaluate,
-    pack,
     params_type,
+    placement_of,
+    read_plan,
     sizes_of,
-    strided_tensors,
 )
-from .tensor_map import encode_for_gpu, tensor_maps
+from .tensor_map import GpuMapEncoder, map_encoders
 
 DEFAULT_SMEM_LIMIT = 48 * 1024  # dynamic; a kernel that wants more must say so before its launch
 POISON = 0xFF  # a byte of a NaN in every dtype
 
 
 @dataclass(frozen=True)
-class _Module:
-    """A loaded cubin."""
-
-    descriptor: LaunchDescriptor
-    # PyCUDA's or alike, the bytes to put before the parameter, and the blocks of a cluster
-    launches: dict[str, tuple]
-    resources: dict[str, Resources]
-
-
-@dataclass(frozen=True, eq=False)
 class _Launch:
-    """A step prepared for one layout of its tensors: everything but their addresses.
+    """A kernel of a loaded cubin."""
 
-    Compared by identity: _prepared keeps one for each step, mask and layout.
-    """
+    start: Callable  # PyCUDA's or alike
+    gap: bytes  # what to put before the parameter
+    cluster: int  # blocks
+    kernel: Kernel
+    block: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A loaded cubin: a step for a specialization, and all of a call that is the same each time."""
 
     step: Step
     descriptor: LaunchDescriptor
-    kernels: tuple[tuple, ...]  # of each: launch, gap, grid, block, bytes of smem
-    workspace_bytes: tuple[int, ...]
-    num_tensors: int
+    plan: Plan
+    packer: Packer
+    launches: tuple[_Launch, ...]
+    resources: dict[str, Resources]
 
 
 class GpuBackend:
@@ -97,8 +96,6 @@ class GpuBackend:
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._modules: dict[tuple[Step, Specialization], _Module] = {}
         self._lock = threading.Lock()
-        self._prepared = Cache()
-        self._params = Cache()  # the kernels' parameters as bytes
         self._streams: dict[int, tuple] = {}  # by the handle of torch's stream
         self._poison = poison
 
@@ -136,50 +133,36 @@ class GpuBackend:
         self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
     ) -> list[torch.Tensor]:
         """Launches the step on torch's current stream; returns before it has run."""
-        call = self.prepare(step, tensors, causal=causal)
-        return call(*tensors, *(scalars[name] for name in step.operation.scalars))
+        call = self.prepare(step, specialization(tensors, causal))
+        values = [scalars[name] for name in step.operation.scalars]
+        return call(tensors, [placement_of(t) for t in tensors], values)
 
-    def prepare(self, step: Step, tensors: Sequence[torch.Tensor], *, causal: bool) -> Call:
-        key = (step, causal, *((t.shape, t.stride(), t.dtype) for t in tensors))
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = self._prepared.add(key, self._prepare(step, tensors, causal))
-        return partial(self._call, prepared)
-
-    def _prepare(self, step: Step, tensors: Sequence[torch.Tensor], causal: bool) -> _Launch:
-        spec = specialization(tensors, causal)
+    def prepare(self, step: Step, spec: Specialization) -> Call:
         if reason := self.refusal(step, spec):
             raise UsageError(f"{step.name} {reason}")
         module = self._module(step, spec)
-        plan = evaluate(module.descriptor, sizes_of(step.operation, tensors), self.multiprocessors)
-        kernels = []
-        for kernel in plan.kernels:
-            launch, gap, cluster = module.launches[kernel.name]
-            blocks = -(-kernel.blocks // cluster) * cluster
-            grid, block = (blocks, 1, 1), (kernel.threads, 1, 1)
-            kernels.append((launch, gap, grid, block, kernel.smem_bytes))
-        return _Launch(step, module.descriptor, tuple(kernels), plan.workspace_bytes, len(tensors))
 
-    def _call(self, prepared: _Launch, *arguments) -> list[torch.Tensor]:
-        """arguments: the tensors, then the scalars."""
+        def call(tensors, placements, scalars) -> list[torch.Tensor]:
+            # A thread that torch works in has the context already.
+            if self._bindings.cuCtxGetCurrent()[1] == self._context_handle:
+                return self._call(module, tensors, placements, scalars)
+            with self._pushed_context():
+                return self._call(module, tensors, placements, scalars)
+
+        return call
+
+    def _call(
+        self,
+        module: _Module,
+        tensors: Sequence[torch.Tensor],
+        placements: Sequence[Placement],
+        scalars: Sequence[float],
+    ) -> list[torch.Tensor]:
+        sizes = sizes_of(placements)
         # Once freed, torch reuses it only for work later on the same stream.
-        workspace = self._allocate(prepared) if prepared.workspace_bytes else []
-        count = prepared.num_tensors
-        tensors, scalars = arguments[:count], arguments[count:]
-        key = (prepared, scalars, *[t.data_ptr() for t in tensors])
-        if workspace:
-            key += tuple(part.data_ptr() for part in workspace)
-        params = self._params.get(key)
-        if params is None:
-            with self._pushed_context():
-                params = _pack(prepared, tensors, scalars, workspace)
-            self._params.add(key, params)
-        # A thread that torch works in has the context already.
-        if self._bindings.cuCtxGetCurrent()[1] == self._context_handle:
-            self._launch(prepared, params)
-        else:
-            with self._pushed_context():
-                self._launch(prepared, params)
+        workspace = self._allocate(module, sizes) if module.plan.workspaces else []
+        addresses = [part.data_ptr() for part in workspace]
+        self._launch(module, sizes, module.packer(tensors, placements, sizes, scalars, addresses))
         return workspace
 
     @contextlib.contextmanager
@@ -190,7 +173,7 @@ class GpuBackend:
         finally:
             self._driver.Context.pop()
 
-    def _launch(self, prepared: _Launch, params: bytes) -> None:
+    def _launch(self, module: _Module, sizes: Sequence[int], params: bytes) -> None:
         """Launches the kernels, in order with torch's current stream.
 
         PyCUDA launches only on streams of its own. torch's default stream is its None. For any
@@ -204,10 +187,14 @@ class GpuBackend:
             stream, beside = self._stream_beside(current)
             beside.wait_stream(current)
         try:
-            for launch, gap, grid, block, smem_bytes in prepared.kernels:
-                launch(grid, block, gap + params, smem_bytes, stream)
+            for launch in module.launches:
+                kernel = launch.kernel
+                blocks = -(-kernel.blocks(sizes) // launch.cluster) * launch.cluster
+                launch.start(
+                    (blocks, 1, 1), launch.block, launch.gap + params, kernel.smem_bytes, stream
+                )
         except self._driver.Error as error:
-            raise RuntimeError(f"{prepared.step.name} cannot be launched: {error}") from None
+            raise RuntimeError(f"{module.step.name} cannot be launched: {error}") from None
         finally:
             if stream:
                 current.wait_stream(beside)
@@ -222,15 +209,15 @@ class GpuBackend:
                 self._streams[current.cuda_stream] = stream, beside
             return self._streams[current.cuda_stream]
 
-    def _allocate(self, prepared: _Launch) -> list[torch.Tensor]:
-        sizes = prepared.workspace_bytes
+    def _allocate(self, module: _Module, sizes: Sequence[int]) -> list[torch.Tensor]:
+        num_bytes = [workspace.num_bytes(sizes) for workspace in module.plan.workspaces]
         try:
-            workspace = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in sizes]
+            workspace = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in num_bytes]
         except torch.OutOfMemoryError:
             cached = torch.cuda.memory_reserved(self.device)
             cached -= torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + cached
-            raise not_enough_memory(prepared.step, sum(sizes), free) from None
+            raise not_enough_memory(module.step, sum(num_bytes), free) from None
         if self._poison:
             for part in workspace:
                 part.fill_(POISON)
@@ -241,10 +228,10 @@ class GpuBackend:
             build = build_cubin(step, spec, self.arch(step))
             with self._lock:
                 if (step, spec) not in self._modules:
-                    self._modules[step, spec] = self._load(step, build)
+                    self._modules[step, spec] = self._load(step, spec, build)
         return self._modules[step, spec]
 
-    def _load(self, step: Step, build: Build) -> _Module:
+    def _load(self, step: Step, spec: Specialization, build: Build) -> _Module:
         with self._pushed_context():
             module = self._driver.module_from_file(str(build.path))
             pointer, size = module.get_global("launch_descriptor")
@@ -253,28 +240,32 @@ class GpuBackend:
             self._driver.memcpy_dtoh(descriptor, pointer)
             start_early = self._kernels_start_early(step, module)
             resources = parse_resources(build.log)
-            launches = {}
-            for index, kernel in enumerate(descriptor.kernels):
-                if not kernel.name:
-                    continue
-                name = kernel.name.decode()
+            plan = read_plan(descriptor, self.multiprocessors)
+            encoders = map_encoders(GpuMapEncoder, step, descriptor, DTYPES[spec.dtype])
+            packer = Packer(step.name, step.operation, descriptor.alignment, encoders)
+            launches = []
+            for index, kernel in enumerate(plan.kernels):
+                name, block = kernel.name, (kernel.threads, 1, 1)
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
                 params_bytes = ctypes.sizeof(params_type(step.operation))
                 offset, cluster = _inspect(build.path, name, params_bytes, self.device.index)
                 if start_early and index > 0:
                     most_smem_bytes = min(kernel.smem_bytes, self._smem_limit)
                     # The driver knows the parameter's place, and leaves the gap itself.
-                    launches[name] = EarlyLaunch(build.path, name, most_smem_bytes), b"", cluster
+                    early = EarlyLaunch(build.path, name, most_smem_bytes)
+                    launches.append(_Launch(early, b"", cluster, kernel, block))
                     continue
                 function = module.get_function(name)
                 # The end of prepared_async_call, which packs the bytes first: most of its time.
-                launches[name] = function._launch_kernel, bytes(offset), cluster
+                launches.append(
+                    _Launch(function._launch_kernel, bytes(offset), cluster, kernel, block)
+                )
                 if DEFAULT_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
                     function.set_attribute(
                         self._driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES,
                         kernel.smem_bytes,
                     )
-            return _Module(descriptor, launches, resources)
+            return _Module(step, descriptor, plan, packer, tuple(launches), resources)
 
     def _kernels_start_early(self, step: Step, module) -> bool:
         """Whether the step defines it as 1."""
@@ -289,24 +280,6 @@ class GpuBackend:
         if defined.value not in (0, 1):
             raise UsageError(f"{step.name}: kernels_start_early is {defined.value}: make it 0 or 1")
         return bool(defined.value)
-
-
-def _pack(
-    prepared: _Launch,
-    tensors: Sequence[torch.Tensor],
-    scalars: Sequence[float],
-    workspace: Sequence[torch.Tensor],
-) -> bytes:
-    """The kernels' parameter, made within the context.
-
-    Raises UsageError where the step cannot take such tensors.
-    """
-    step, descriptor = prepared.step, prepared.descriptor
-    strided = strided_tensors(step.operation, tensors)
-    check_alignment(step.name, descriptor.alignment, strided)
-    maps = encode_for_gpu(step.name, tensor_maps(step.name, descriptor, strided))
-    addresses, pointers = ([t.data_ptr() for t in ts] for ts in (tensors, workspace))
-    return pack(step.operation, tensors, scalars, maps, addresses, pointers)
 
 
 def _inspect(cubin: Path, kernel: str, params_bytes: int, device: int) -> tuple[int, int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from ..cache import Cache
 from ..errors import UsageError
 from ..operation import SIZES, Operation
 
@@ -84,65 +85,104 @@ def descriptor_type(operation: Operation) -> type[LaunchDescriptor]:
     return type("Descriptor", (LaunchDescriptor,), {"_fields_": fields})
 
 
+# The axes of a grid or a workspace: which of SIZES, and how many of it are a tile.
+Axes = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
-class KernelPlan:
-    """One launch: grid is (blocks, 1, 1)."""
+class Kernel:
+    """One launch of a step, of a grid (blocks, 1, 1)."""
 
     name: str
-    blocks: int
+    axes: Axes
     threads: int
     smem_bytes: int
+    most_blocks: int  # 0: as many as there are tiles
+
+    def blocks(self, sizes: Sequence[int]) -> int:
+        """How many, where the sizes are those of SIZES."""
+        tiles = 1
+        for size, tile in self.axes:
+            tiles *= -(-sizes[size] // tile)
+        return min(tiles, self.most_blocks or tiles)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory that a step asks for beside its outputs."""
+
+    element_bytes: int
+    axes: Axes
+
+    def num_bytes(self, sizes: Sequence[int]) -> int:
+        """How many, with every axis filled up to whole tiles."""
+        elements = 1
+        for size, tile in self.axes:
+            elements *= -(-sizes[size] // tile) * tile
+        return self.element_bytes * elements
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to launch, in order, and the bytes of each workspace the step needs."""
+    """What a step launches, in order, and the workspaces that it needs."""
 
-    kernels: tuple[KernelPlan, ...]
-    workspace_bytes: tuple[int, ...]
-
-
-def sizes_of(operation: Operation, tensors: Sequence) -> dict[str, int]:
-    """The sizes of a call by name, from its tensors; those after the inputs are ignored."""
-    return {
-        axis: size
-        for operand, tensor in zip(operation.inputs, tensors, strict=False)
-        for axis, size in zip(operand.axes, tensor.shape, strict=True)
-    }
+    kernels: tuple[Kernel, ...]
+    workspaces: tuple[Workspace, ...]
 
 
-def evaluate(descriptor: LaunchDescriptor, sizes: Mapping[str, int], multiprocessors: int) -> Plan:
-    """The launches of a call on a device with this many multiprocessors.
+def read_plan(descriptor: LaunchDescriptor, multiprocessors: int) -> Plan:
+    """The plan of a step on a device with this many multiprocessors.
 
     Raises UsageError for an invalid descriptor.
     """
-    if not descriptor.kernels[0].name or descriptor.alignment < 1:
-        raise UsageError("the launch descriptor must name a kernel and an alignment of 1 or more")
+    alignment = descriptor.alignment
+    if not descriptor.kernels[0].name or alignment < 1 or alignment & (alignment - 1):
+        raise UsageError(
+            "the launch descriptor must name a kernel and an alignment that is a power of 2"
+        )
 
-    def tiles(axis: _Extent) -> int:
-        return -(-sizes[SIZES[axis.size]] // axis.tile)
-
-    def blocks(kernel: _KernelLaunch) -> int:
-        all_tiles = math.prod(tiles(axis) for axis in kernel.grid if axis.tile)
-        return min(all_tiles, kernel.blocks_per_sm * multiprocessors or all_tiles)
+    def axes(extents: Iterable[_Extent]) -> Axes:
+        return tuple((extent.size, extent.tile) for extent in extents if extent.tile)
 
     kernels = tuple(
-        KernelPlan(kernel.name.decode(), blocks(kernel), kernel.threads, kernel.smem_bytes)
+        Kernel(
+            kernel.name.decode(),
+            axes(kernel.grid),
+            kernel.threads,
+            kernel.smem_bytes,
+            kernel.blocks_per_sm * multiprocessors,
+        )
         for kernel in descriptor.kernels
         if kernel.name
     )
-    workspace_bytes = tuple(
-        workspace.element_bytes
-        * math.prod(tiles(axis) * axis.tile for axis in workspace.shape if axis.tile)
+    workspaces = tuple(
+        Workspace(workspace.element_bytes, axes(workspace.shape))
         for workspace in descriptor.workspace
         if workspace.element_bytes
     )
-    return Plan(kernels, workspace_bytes)
+    return Plan(kernels, workspaces)
 
 
-def strides(t) -> tuple[int, ...]:
-    """Element strides of the axes before the last; 0 for an axis of size 1: it has no meaning."""
-    return tuple(s if n > 1 else 0 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True))
+# Where a tensor lies and how: its address, shape and strides. A call asks each tensor only once.
+Placement = tuple[int, Sequence[int], Sequence[int]]
+
+
+def placement_of(t) -> Placement:
+    return t.data_ptr(), t.shape, t.stride()
+
+
+def sizes_of(placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The sizes of a call in the order of SIZES, from its q and k."""
+    batch, heads, seq_q, _ = placements[0][1]
+    _, kv_heads, seq_k, _ = placements[1][1]
+    return batch, heads, kv_heads, seq_q, seq_k
+
+
+def strides(t) -> tuple[int, int, int]:
+    """Element strides of batch, head and row; 0 for an axis of size 1: it has no meaning."""
+    batch, head, row, _ = t.stride()
+    batches, heads, rows, _ = t.shape
+    return batch if batches > 1 else 0, head if heads > 1 else 0, row if rows > 1 else 0
 
 
 def check_alignment(step_name: str, alignment: int, tensors: Mapping) -> None:
@@ -159,36 +199,74 @@ def check_alignment(step_name: str, alignment: int, tensors: Mapping) -> None:
                 )
 
 
-def strided_tensors(operation: Operation, tensors: Sequence) -> dict:
-    """The strided tensors of a call, by name."""
-    return {
-        operand.name: tensor
-        for operand, tensor in zip(operation.operands, tensors, strict=True)
-        if operand.strided
-    }
+_STRIDES = struct.Struct("<3q")
+
+# The bits of a tensor map, of a tensor's address, shape and element strides.
+EncodeMap = Callable[[int, Sequence[int], Sequence[int]], bytes]
 
 
-def pack(
-    operation: Operation,
-    tensors: Sequence,
-    scalars: Sequence[float],
-    maps: Mapping[str, bytes],
-    addresses: Sequence[int],
-    workspace: Sequence[int],
-) -> bytes:
-    """The kernels' parameter for tensors at these addresses, in the order of the operands.
+class Packer:
+    """Packs the parameter of a step's kernels: what is the same for each call is known before.
 
-    maps has the bits of the tensor maps that the step asks for, by the tensor's name.
+    encode_maps has, by the tensor's name, how to encode the maps that the step asks for. What the
+    parameter says of a tensor is kept, as another call may have the same one: in decoding the
+    allocator gives q and o the same addresses again.
     """
-    sizes = sizes_of(operation, tensors)
-    strided = strided_tensors(operation, tensors)
-    names = (operand.name for operand in operation.operands)
-    params = params_type(operation)(
-        **{f"{name}_map": _TensorMap.from_buffer_copy(map_) for name, map_ in maps.items()},
-        **dict(zip(names, addresses, strict=True)),
-        workspace=(ctypes.c_uint64 * operation.workspaces)(*workspace),
-        **{f"{name}_stride": _Strides(*strides(tensor)) for name, tensor in strided.items()},
-        **{size: sizes[size] for size in SIZES},
-        **dict(zip(operation.scalars, scalars, strict=True)),
-    )
-    return bytes(params)
+
+    def __init__(
+        self,
+        step_name: str,
+        operation: Operation,
+        alignment: int,
+        encode_maps: Mapping[str, EncodeMap],
+    ) -> None:
+        self._step_name = step_name
+        self._alignment = alignment
+        self._no_workspace = [0] * operation.workspaces
+        self._described = Cache()
+        self._strided = [
+            (index, operand.name, encode_maps.get(operand.name))
+            for index, operand in enumerate(operation.operands)
+            if operand.strided
+        ]
+        count = len(self._strided)
+        fields = (
+            f"<{f'{TENSOR_MAP_BYTES}s' * count}{len(operation.operands)}Q{operation.workspaces}Q"
+            f"{f'{_STRIDES.size}s' * count}{len(SIZES)}i{len(operation.scalars)}f"
+        )
+        padding = ctypes.sizeof(params_type(operation)) - struct.calcsize(fields)
+        self._format = struct.Struct(f"{fields}{padding}x")
+
+    def __call__(
+        self,
+        tensors: Sequence,
+        placements: Sequence[Placement],
+        sizes: Sequence[int],
+        scalars: Sequence[float],
+        workspace: Sequence[int],
+    ) -> bytes:
+        """The parameter for tensors in the order of the operands, and workspaces at addresses.
+
+        Raises UsageError where the step cannot take such tensors.
+        """
+        addresses = [placement[0] for placement in placements]
+        addresses += workspace
+        addresses += self._no_workspace[len(workspace) :]
+        maps, all_strides = [], []
+        for index, name, encode in self._strided:
+            key = index, placements[index]
+            described = self._described.get(key)
+            if described is None:
+                described = self._describe(name, tensors[index], encode)
+                self._described.add(key, described)
+            maps.append(described[0])
+            all_strides.append(described[1])
+        return self._format.pack(*maps, *addresses, *all_strides, *sizes, *scalars)
+
+    def _describe(self, name: str, t, encode: EncodeMap | None) -> tuple[bytes, bytes]:
+        """The bits of the tensor's map, if the step asks for one, and of its strides."""
+        address, three = t.data_ptr(), strides(t)
+        batch, head, row = three
+        if (address | (batch | head | row) * t.itemsize) & (self._alignment - 1):
+            check_alignment(self._step_name, self._alignment, {name: t})
+        return encode(address, t.shape, three) if encode else b"", _STRIDES.pack(batch, head, row)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .launch import strides
-
 POISON = -1  # all bits set, as in simt/memory.h: NaN in every dtype
 # Bytes. Smaller gaps between rows are part of a segment, as poison; larger ones are left out, and
 # the program traps where it accesses one.
@@ -24,7 +22,7 @@ class SegmentedTensor:
     def __init__(self, t: torch.Tensor) -> None:
         self._row = t.shape[-1]
         starts = np.zeros((), np.int64)  # each row's offset, in elements
-        for size, stride in zip(t.shape[:-1], strides(t), strict=True):
+        for size, stride in zip(t.shape[:-1], t.stride()[:-1], strict=True):
             starts = starts[..., None] + stride * np.arange(size)
         in_order = np.unique(starts)
         is_large = np.diff(in_order) - self._row > LARGE_GAP // t.element_size()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from ..errors import UsageError
+from ..step import Step
 from .driver import bindings
-from .launch import TENSOR_MAP_BYTES, Box, LaunchDescriptor, strides
+from .launch import TENSOR_MAP_BYTES, Box, LaunchDescriptor
 
 ALIGNMENT = 16  # bytes that divide a tensor's address, its strides and a box's rows
 MAX_BOX = 256  # elements along an axis
@@ -19,19 +19,6 @@ SWIZZLE_BYTES = (None, 32, 64, 128)  # the longest row of a box, by enum Swizzle
 VALID_TENSOR_MAP = 0x70616D74  # as in common/runtime/simt/tensor_map.h
 
 _DATA_TYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """A tensor [batch, heads, seq, head_dim] and a box of it, which lies within one head."""
-
-    address: int
-    dtype: torch.dtype
-    sizes: tuple[int, int, int, int]  # elements of a row, rows, heads, batches
-    strides: tuple[int, int, int]  # bytes from row to row, head to head, batch to batch
-    box_rows: int
-    box_columns: int
-    swizzle: int  # enum Swizzle
 
 
 class TensorMapFields(ctypes.Structure):
@@ -49,41 +36,60 @@ class TensorMapFields(ctypes.Structure):
     ]
 
 
-def tensor_maps(
-    step_name: str, descriptor: LaunchDescriptor, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, TensorMap]:
-    """The maps that a step's descriptor asks for, by the name of the tensor.
+class MapEncoder:
+    """Makes the tensor maps of one operand of a step: tensors differ in where and how they lie.
 
-    Raises UsageError where the hardware can have no such map. Addresses and strides are aligned
-    where check_alignment() has passed: a step that asks for maps must ask for that too.
+    A tensor is [batch, heads, seq, head_dim], and the map's box lies within one head. Raises
+    UsageError where the hardware can have no such box, or later no such map. Addresses and strides
+    are aligned where check_alignment() passes, for the step must ask for that too.
     """
-    maps = {}
-    for name, t in tensors.items():
-        box = getattr(descriptor, f"{name}_box")
-        if not box.rows:
-            continue
-        if descriptor.alignment % ALIGNMENT:
+
+    def __init__(
+        self, step_name: str, name: str, box: Box, alignment: int, dtype: torch.dtype
+    ) -> None:
+        if alignment % ALIGNMENT:
             raise UsageError(
                 f"{step_name} asks for a tensor map of {name} and for an alignment of "
-                f"{descriptor.alignment} bytes: its alignment must be a multiple of {ALIGNMENT}"
+                f"{alignment} bytes: its alignment must be a multiple of {ALIGNMENT}"
             )
-        _check_box(step_name, name, box, t.element_size())
-        byte_strides = tuple(stride * t.element_size() for stride in reversed(strides(t)))
+        _check_box(step_name, name, box, dtype.itemsize)
+        self._step_name, self._name = step_name, name
+        self._box, self._dtype = box, dtype
+
+    def __call__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
+        """The bits of the map; strides are those of batch, head and row, in elements."""
+        batch, head, row = strides
+        byte_strides = [stride * self._dtype.itemsize for stride in (row, head, batch)]
         if max(byte_strides) >= MAX_STRIDE:
             raise UsageError(
-                f"{step_name} copies {name} by a tensor map, whose strides are below 2^40 bytes, "
-                f"and {name} has one of {max(byte_strides)}: pass {name}.contiguous()"
+                f"{self._step_name} copies {self._name} by a tensor map, whose strides are below "
+                f"2^40 bytes, and {self._name} has one of {max(byte_strides)}: pass "
+                f"{self._name}.contiguous()"
             )
-        maps[name] = TensorMap(
-            t.data_ptr(),
-            t.dtype,
-            tuple(reversed(t.shape)),
-            byte_strides,
-            box.rows,
-            box.columns,
-            box.swizzle,
-        )
-    return maps
+        batches, heads, rows, columns = shape
+        return self._encode(address, (columns, rows, heads, batches), byte_strides)
+
+    def _encode(self, address: int, sizes: tuple[int, ...], byte_strides: list[int]) -> bytes:
+        """sizes and strides are those of the innermost axis first; its own stride is left out."""
+        raise NotImplementedError
+
+
+def map_encoders(
+    encoder: type[MapEncoder],
+    step: Step,
+    descriptor: LaunchDescriptor,
+    dtype: torch.dtype,
+) -> dict[str, MapEncoder]:
+    """Of each operand that the step's descriptor asks for a tensor map of, by its name."""
+    boxes = {
+        operand.name: getattr(descriptor, f"{operand.name}_box")
+        for operand in step.operation.strided
+    }
+    return {
+        name: encoder(step.name, name, box, descriptor.alignment, dtype)
+        for name, box in boxes.items()
+        if box.rows
+    }
 
 
 def _check_box(step_name: str, name: str, box: Box, element_bytes: int) -> None:
@@ -100,48 +106,55 @@ def _check_box(step_name: str, name: str, box: Box, element_bytes: int) -> None:
         )
 
 
-def encode_for_gpu(step_name: str, maps: dict[str, TensorMap]) -> dict[str, bytes]:
-    """The hardware's bits. Needs a CUDA context; raises UsageError where the driver refuses."""
-    driver = bindings()
-    encoded = {}
-    for name, map_ in maps.items():
-        data_type = f"CU_TENSOR_MAP_DATA_TYPE_{_DATA_TYPES[map_.dtype]}"
-        status, bits = driver.cuTensorMapEncodeTiled(
-            getattr(driver.CUtensorMapDataType, data_type),
-            4,
-            map_.address,
-            [driver.cuuint64_t(size) for size in map_.sizes],
-            [driver.cuuint64_t(stride) for stride in map_.strides],
-            [driver.cuuint32_t(size) for size in (map_.box_columns, map_.box_rows, 1, 1)],
+class GpuMapEncoder(MapEncoder):
+    """The hardware's bits. Needs a CUDA context."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        driver = self._driver = bindings()
+        data_type = f"CU_TENSOR_MAP_DATA_TYPE_{_DATA_TYPES[self._dtype]}"
+        self._data_type = getattr(driver.CUtensorMapDataType, data_type)
+        box = self._box
+        # All that follows the address, the sizes and the strides.
+        self._constants = (
+            [driver.cuuint32_t(size) for size in (box.columns, box.rows, 1, 1)],
             [driver.cuuint32_t(1)] * 4,  # every element
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle(map_.swizzle),
+            driver.CUtensorMapSwizzle(box.swizzle),
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,  # zeros
         )
-        if status != driver.CUresult.CUDA_SUCCESS:
+
+    def _encode(self, address: int, sizes: tuple[int, ...], byte_strides: list[int]) -> bytes:
+        uint64 = self._driver.cuuint64_t
+        status, bits = self._driver.cuTensorMapEncodeTiled(
+            self._data_type,
+            4,
+            address,
+            [uint64(size) for size in sizes],
+            [uint64(stride) for stride in byte_strides],
+            *self._constants,
+        )
+        if status:
             raise UsageError(
-                f"{step_name} copies {name} by a tensor map, and the driver rejects one "
-                f"({status.name}) of sizes {map_.sizes} with strides of {map_.strides} bytes: "
-                f"pass {name}.contiguous()"
+                f"{self._step_name} copies {self._name} by a tensor map, and the driver rejects "
+                f"one ({status.name}) of sizes {sizes} with strides of {byte_strides} bytes: "
+                f"pass {self._name}.contiguous()"
             )
-        encoded[name] = ctypes.string_at(bits.getPtr(), TENSOR_MAP_BYTES)
-    return encoded
+        return ctypes.string_at(bits.getPtr(), TENSOR_MAP_BYTES)
 
 
-def encode_for_cpu(maps: dict[str, TensorMap]) -> dict[str, bytes]:
-    """The runtime's bits, without the addresses, which the program knows."""
-    return {
-        name: bytes(
-            TensorMapFields(
-                sizes=map_.sizes,
-                strides=map_.strides,
-                box_columns=map_.box_columns,
-                box_rows=map_.box_rows,
-                swizzle=map_.swizzle,
-                valid=VALID_TENSOR_MAP,
-                element_bytes=map_.dtype.itemsize,
-            )
-        ).ljust(TENSOR_MAP_BYTES, b"\0")
-        for name, map_ in maps.items()
-    }
+class CpuMapEncoder(MapEncoder):
+    """The runtime's bits, without the address, which the program knows."""
+
+    def _encode(self, address: int, sizes: tuple[int, ...], byte_strides: list[int]) -> bytes:
+        fields = TensorMapFields(
+            sizes=sizes,
+            strides=tuple(byte_strides),
+            box_columns=self._box.columns,
+            box_rows=self._box.rows,
+            swizzle=self._box.swizzle,
+            valid=VALID_TENSOR_MAP,
+            element_bytes=self._dtype.itemsize,
+        )
+        return bytes(fields).ljust(TENSOR_MAP_BYTES, b"\0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from common.catalog import all_steps
 from common.operation import BACKWARD, FORWARD, Operation
 from common.problem import DISTRIBUTIONS, TRAINED
+from common.record_schema import CACHES, SDPA
 from common.records import SCHEMA, host_hashes, model_hashes
 from common.step import Step
 
@@ -170,6 +171,10 @@ def fake_latency(step: Step) -> dict:
             }
             for name, causal in (("n128", False), ("n128_causal", True))
         ],
+        "decoding": {
+            "keys": [512, 731],
+            "host_us": {cache: {step.name: [29.0, 31.0], SDPA: [39.0, 41.0]} for cache in CACHES},
+        },
     }
 
 

@@ -1,10 +1,10 @@
-"""What the GPU backend tells a driver, a fake: when it packs, where it launches."""
+"""What the GPU backend tells a driver, a fake: what it packs, where it launches."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -19,7 +19,7 @@ from common.problem import Specialization
 from common.runtime import driver, gpu
 from common.runtime.build import Build, Resources
 from common.runtime.cpu import CpuBackend
-from common.runtime.launch import params_type
+from common.runtime.launch import params_type, placement_of
 from common.step import read_step
 
 CONTEXT = 7  # torch's
@@ -28,6 +28,7 @@ V01 = find_step("v01")
 # Without a workspace, whose address may change from call to call.
 V11 = find_step("v11")
 PARAMS = params_type(V11.operation)
+SPEC = Specialization(64, "bf16", causal=False)
 
 
 class DriverError(Exception):
@@ -61,7 +62,8 @@ class Gpu:
         monkeypatch.setattr(gpu, "bindings", lambda: bindings)
         monkeypatch.setattr(gpu, "nvcc", lambda: "nvcc")
         monkeypatch.setattr(gpu, "build_cubin", lambda *job: job)
-        monkeypatch.setattr(gpu, "encode_for_gpu", self.encode)
+        monkeypatch.setattr(gpu.GpuMapEncoder, "_encode", self.encode)
+        monkeypatch.setattr("common.runtime.tensor_map.bindings", lambda: bindings)
         properties = SimpleNamespace(multi_processor_count=132)
         for name, value in {
             "is_available": lambda: True,
@@ -86,22 +88,27 @@ class Gpu:
         assert self.stream.cuda_stream, "made an object for the default stream"
         return self.stream
 
-    def encode(self, step_name, maps):
+    def encode(self, address, sizes, byte_strides):
         self.events.append("encode")
-        return {name: bytes(128) for name in maps}
+        return bytes(128)
 
-    def load(self, step, job):
-        _, spec, _ = job
+    def load(self, step, spec, job):
         descriptor = CpuBackend().descriptor(step, spec)
-        names = [kernel.name.decode() for kernel in descriptor.kernels if kernel.name]
-        launches = dict.fromkeys(names, (self.launch, GAP, self.cluster))
-        return gpu._Module(descriptor, launches, {})
+        plan = gpu.read_plan(descriptor, self.backend.multiprocessors)
+        encoders = gpu.map_encoders(gpu.GpuMapEncoder, step, descriptor, gpu.DTYPES[spec.dtype])
+        packer = gpu.Packer(step.name, step.operation, descriptor.alignment, encoders)
+        launches = tuple(
+            gpu._Launch(self.launch, GAP, self.cluster, kernel, (kernel.threads, 1, 1))
+            for kernel in plan.kernels
+        )
+        return gpu._Module(step, descriptor, plan, packer, launches, {})
 
     def launch(self, grid, block, parameters, smem_bytes, stream):
         if self.fails:
             raise DriverError("cuLaunchKernel failed: invalid argument")
         gap, params = parameters[: len(GAP)], parameters[len(GAP) :]
         assert (gap, len(params)) == (GAP, ctypes.sizeof(PARAMS))
+        self.grid = grid
         self.events.append((stream and stream.handle, PARAMS.from_buffer_copy(params)))
 
     def take(self) -> list:
@@ -122,40 +129,57 @@ def tensors() -> tuple[torch.Tensor, ...]:
     return q, k, v, o, torch.zeros(1, 2, 9)
 
 
-def test_a_repeated_call_packs_nothing(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, tensors, causal=False)
-    call(*tensors, 0.5)
-    assert fake.take() == ["push", "encode", "pop", None]
-    call(*tensors, 0.5)
+def placements_of(tensors: Sequence[torch.Tensor]) -> list:
+    return [placement_of(t) for t in tensors]
+
+
+def test_a_repeated_call_encodes_nothing(fake, tensors) -> None:
+    call = fake.backend.prepare(V11, SPEC)
+    call(tensors, placements_of(tensors), [0.5])
+    assert fake.take() == ["encode"] * 4 + [None]  # maps of q, k, v and o
+    call(tensors, placements_of(tensors), [0.5])
     assert fake.take() == [None]
 
 
 @pytest.mark.parametrize("index", range(5))
 def test_another_address_is_packed(fake, tensors, index) -> None:
-    call = fake.backend.prepare(V11, tensors, causal=False)
-    call(*tensors, 0.5)
+    call = fake.backend.prepare(V11, SPEC)
+    call(tensors, placements_of(tensors), [0.5])
     others = [t.clone() if place == index else t for place, t in enumerate(tensors)]
-    call(*others, 0.5)
-    call(*tensors, 0.5)
+    call(others, placements_of(others), [0.5])
+    call(tensors, placements_of(tensors), [0.5])
     first, second, third = (event[1] for event in fake.events if isinstance(event, tuple))
     name = ("q", "k", "v", "o", "lse")[index]
     assert getattr(first, name) == getattr(third, name) == tensors[index].data_ptr()
     assert getattr(second, name) == others[index].data_ptr()
-    assert fake.take().count("encode") == 2
+    assert fake.take().count("encode") == 4 + (name != "lse")
 
 
 def test_another_scale_is_packed(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, tensors, causal=False)
+    call = fake.backend.prepare(V11, SPEC)
     for scale in (0.5, 0.25, 0.5):
-        call(*tensors, scale)
+        call(tensors, placements_of(tensors), [scale])
     scales = [event[1].softmax_scale for event in fake.events if isinstance(event, tuple)]
     assert scales == [0.5, 0.25, 0.5]
-    assert fake.take().count("encode") == 2
+
+
+def test_a_growing_cache_is_prepared_once(fake, tensors, monkeypatch) -> None:
+    """Of a call with a key more than the one before only what that changes is new."""
+    call = fake.backend.prepare(V11, SPEC)
+    q, k, v, o, lse = tensors
+    call(tensors, placements_of(tensors), [0.5])
+    fake.take()
+    monkeypatch.setattr(fake.backend, "_load", None)
+    for seq_k in (8, 7):
+        shorter = q, k[:, :, :seq_k], v[:, :, :seq_k], o, lse
+        call(shorter, placements_of(shorter), [0.5])
+        assert fake.events[-1][1].seq_k == seq_k
+        assert fake.take() == ["encode", "encode", None]  # maps of k and v
 
 
 def test_a_new_workspace_is_packed(fake, tensors) -> None:
-    call = fake.backend.prepare(V01, tensors, causal=False)
-    first, second = (call(*tensors, 0.5) for _ in range(2))
+    call = fake.backend.prepare(V01, SPEC)
+    first, second = (call(tensors, placements_of(tensors), [0.5]) for _ in range(2))
     addresses = [[part.data_ptr() for part in workspace] for workspace in (first, second)]
     assert addresses[0] != addresses[1]
     launches = [event[1] for event in fake.events if isinstance(event, tuple)]
@@ -164,30 +188,30 @@ def test_a_new_workspace_is_packed(fake, tensors) -> None:
 
 
 def test_a_thread_in_another_context(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, tensors, causal=False)
-    call(*tensors, 0.5)
+    call = fake.backend.prepare(V11, SPEC)
+    call(tensors, placements_of(tensors), [0.5])
     fake.take()
     for fake.current_context in (0, CONTEXT + 1):
-        call(*tensors, 0.5)
+        call(tensors, placements_of(tensors), [0.5])
         assert fake.take() == ["push", None, "pop"]
 
 
 def test_another_stream(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, tensors, causal=False)
-    call(*tensors, 0.5)
+    call = fake.backend.prepare(V11, SPEC)
+    call(tensors, placements_of(tensors), [0.5])
     fake.take()
     fake.stream.cuda_stream = 5
-    call(*tensors, 0.5)
+    call(tensors, placements_of(tensors), [0.5])
     assert fake.take() == ["push", "new stream", "pop", "PyCUDA's waits", 11, "torch waits"]
-    call(*tensors, 0.5)
+    call(tensors, placements_of(tensors), [0.5])
     assert fake.take() == ["PyCUDA's waits", 11, "torch waits"]
 
 
 def test_a_launch_that_fails_is_one_clear_line(fake, tensors) -> None:
     fake.fails, fake.stream.cuda_stream = True, 5
-    call = fake.backend.prepare(V11, tensors, causal=False)
+    call = fake.backend.prepare(V11, SPEC)
     with pytest.raises(RuntimeError, match=rf"^{V11.name} cannot be launched: cuLaunchKernel"):
-        call(*tensors, 0.5)
+        call(tensors, placements_of(tensors), [0.5])
     assert fake.take()[-1] == "torch waits"
 
 
@@ -197,22 +221,17 @@ def test_a_grid_is_filled_up_to_whole_clusters(fake, tensors) -> None:
     tensors = [t[:, :1].expand(-1, 3, -1, -1) for t in (q, k, v)]
     outputs = [torch.empty_like(tensors[0]), torch.empty(1, 3, 9)]
     for step, fake.cluster, blocks in (("v08", 1, 3), ("v09", 2, 4)):
-        prepared = fake.backend._prepare(find_step(step), [*tensors, *outputs], False)
-        (_, _, grid, _, _) = prepared.kernels[0]
-        assert grid == (blocks, 1, 1)
+        fake.backend.launch(find_step(step), *tensors, *outputs, causal=False, softmax_scale=0.5)
+        assert fake.grid == (blocks, 1, 1)
 
 
-def test_what_lies_alike_is_prepared_once(fake, tensors) -> None:
-    first, second = (
-        fake.backend.launch(V11, *tensors, causal=False, softmax_scale=0.5) for _ in "ab"
-    )
-    assert first == second == []
-    assert fake.take().count("encode") == 1
-    fake.backend.launch(V11, *tensors, causal=True, softmax_scale=0.5)
+def test_a_step_reads_no_rows_off_its_alignment(fake, tensors) -> None:
     q, *others = tensors
-    wide = torch.zeros(1, 2, 9, 72, dtype=q.dtype)[..., :64]
-    fake.backend.launch(V11, wide, *others, causal=False, softmax_scale=0.5)
-    assert fake.take().count("encode") == 2
+    call = fake.backend.prepare(V11, SPEC)
+    call(tensors, placements_of(tensors), [0.5])
+    off = torch.zeros(1, 2, 9, 65, dtype=q.dtype)[..., :64]
+    with pytest.raises(UsageError, match="v11 reads 16 bytes at a time, and the stride 585 of"):
+        call((off, *others), placements_of((off, *others)), [0.5])
 
 
 @pytest.fixture
@@ -242,7 +261,8 @@ def load(fake, monkeypatch) -> Callable[[bytes | None], gpu._Module]:
         pycuda.LogicError = DriverError
         pycuda.module_from_file.return_value.get_global = get_global
         pycuda.memcpy_dtoh = memcpy_dtoh
-        return gpu.GpuBackend._load(fake.backend, step, Build(Path("step.cubin"), ""))
+        spec = Specialization(8, "bf16", causal=False)
+        return gpu.GpuBackend._load(fake.backend, step, spec, Build(Path("step.cubin"), ""))
 
     return load
 
@@ -250,13 +270,20 @@ def load(fake, monkeypatch) -> Callable[[bytes | None], gpu._Module]:
 def test_kernels_that_start_early_are_launched_by_cuda_bindings(fake, load) -> None:
     module = fake.backend._driver.module_from_file.return_value
     by_pycuda = module.get_function.return_value._launch_kernel, bytes(16), 2
-    assert load(b"\1\0\0\0").launches == {
+
+    def launches(start_early: bytes | None) -> dict[str, tuple]:
+        return {
+            launch.kernel.name: (launch.start, launch.gap, launch.cluster)
+            for launch in load(start_early).launches
+        }
+
+    assert launches(b"\1\0\0\0") == {
         "first": by_pycuda,
         "second": ("early second", b"", 2),
         "third": ("early third", b"", 2),
     }
     for absent_or_0 in (None, bytes(4)):
-        assert load(absent_or_0).launches == dict.fromkeys(("first", "second", "third"), by_pycuda)
+        assert launches(absent_or_0) == dict.fromkeys(("first", "second", "third"), by_pycuda)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from verify.tests.fake_records import fake_latency
 
 NEWEST = [step for step in all_steps() if step.operation == FORWARD][-1]
 TINY = Case("tiny", Shape(1, 2, 2, 33, 33, 64), BF16, causal=True)
+SHORT = Case("short", Shape(1, 2, 2, 1, 7, 64), BF16)
 
 
 @pytest.fixture
@@ -90,6 +92,51 @@ def test_the_warm_up_does_not_count(monkeypatch):
     assert min(times) > 0
 
 
+def test_what_decodes_gets_a_key_more_at_each_call(monkeypatch):
+    asked = {}
+
+    def time_host(call, arguments):
+        asked.setdefault(call, []).append(list(islice(arguments, 4)))
+        return [1.0]
+
+    monkeypatch.setattr(latency, "time_host", time_host)
+    monkeypatch.setattr(latency, "FIRST_KEYS", 3)
+    monkeypatch.setattr(latency, "DECODED", SHORT)
+    monkeypatch.setattr(latency, "BURSTS", 1)
+    monkeypatch.setattr(latency, "CALLS", 2)
+    monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
+    decoding = latency.measure_decoding(NEWEST, *SHORT.make("cpu"))
+    record = fake_latency(NEWEST) | {"decoding": decoding}
+    assert find_error(record, LATENCY_RECORD) is None
+    assert decoding["keys"] == [3, 6]
+    ours, sdpa = asked.values()
+    for sliced, concatenated, fixed in (ours, sdpa):
+        assert [k.shape[2] for _, k, _ in sliced] == [3, 4, 5, 6]
+        assert len({k.data_ptr() for _, k, _ in sliced}) == 1
+        assert len({k.data_ptr() for _, k, _ in concatenated}) == 4
+        assert all(map(torch.equal, (k for _, k, _ in sliced), (k for _, k, _ in concatenated)))
+        assert [k.shape[2] for _, k, _ in fixed] == [3] * 4
+
+
+def test_a_wrong_decoding_is_not_timed(monkeypatch):
+    monkeypatch.setattr(latency, "DECODED", SHORT)
+    monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
+    monkeypatch.setattr(latency, "attention", lambda q, k, v: q + 1)
+    with pytest.raises(UsageError, match=rf"{NEWEST.name} is wrong on short"):
+        latency.measure_decoding(NEWEST, *SHORT.make("cpu"))
+
+
+def test_table_of_decoding(record_set):
+    text = tables.decoding(record_set())
+    assert text.splitlines()[:3] == [
+        f"| Each call has | attention(), {NEWEST.name} | sdpa |",
+        "| --- | ---: | ---: |",
+        "| a key more, of a buffer for all | 30.0 | 40.0 |",
+    ]
+    assert "median of 2 calls" in text
+    assert "on 512 to 731 keys" in text
+
+
 def test_table(record_set):
     text = tables.latency(record_set())
     assert text.splitlines()[:4] == [
@@ -113,11 +160,13 @@ def test_table(record_set):
     ],
 )
 def test_what_has_changed_since_is_not_shown(record_set, changes):
-    assert tables.latency(record_set(**changes)) == "stale"
+    changed = record_set(**changes)
+    assert tables.latency(changed) == tables.decoding(changed) == "stale"
 
 
 def test_without_a_record(tmp_path):
-    assert tables.latency(load_record_set(tmp_path, tmp_path)) == "not measured"
+    nothing = load_record_set(tmp_path, tmp_path)
+    assert tables.latency(nothing) == tables.decoding(nothing) == "not measured"
 
 
 @pytest.mark.parametrize(
@@ -143,6 +192,7 @@ def test_record(monkeypatch, tmp_path):
     monkeypatch.setattr(latency, "versions", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(latency, "highest_step", lambda *_: NEWEST)
     monkeypatch.setattr(latency, "measure_cell", lambda *_: fake["cells"][0])
+    monkeypatch.setattr(latency, "measure_decoding", lambda *_: fake["decoding"])
     monkeypatch.setattr(latency, "PROFILES_DIR", tmp_path)
     path = latency.measure_latency()
     assert path == tmp_path / "h200" / "latency.json"

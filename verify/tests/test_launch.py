@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from common.errors import UsageError
 from common.operation import BACKWARD, FORWARD
 from common.paths import ROOT
 from common.runtime import launch, tensor_map
@@ -95,7 +96,7 @@ def descriptor(blocks_per_sm: int) -> launch.LaunchDescriptor:
 
 
 SIZE_HEADS, SIZE_SEQ_Q = 1, 3  # of enum Size
-SIZES = {"batch": 2, "heads": 3, "kv_heads": 1, "seq_q": 200, "seq_k": 100}  # 4 x 3 blocks
+SIZES = (2, 3, 1, 200, 100)  # 3 heads x 4 tiles of 64 queries
 
 
 @pytest.mark.parametrize(
@@ -110,8 +111,16 @@ SIZES = {"batch": 2, "heads": 3, "kv_heads": 1, "seq_q": 200, "seq_k": 100}  # 4
     ],
 )
 def test_grid_is_limited(blocks_per_sm, multiprocessors, blocks):
-    plan = launch.evaluate(descriptor(blocks_per_sm), SIZES, multiprocessors)
-    assert [kernel.blocks for kernel in plan.kernels] == [blocks]
+    plan = launch.read_plan(descriptor(blocks_per_sm), multiprocessors)
+    assert [kernel.blocks(SIZES) for kernel in plan.kernels] == [blocks]
+
+
+@pytest.mark.parametrize("alignment", [-16, 0, 12])
+def test_an_alignment_that_no_gpu_has_is_refused(alignment):
+    wrong = descriptor(0)
+    wrong.alignment = alignment
+    with pytest.raises(UsageError, match="an alignment that is a power of 2"):
+        launch.read_plan(wrong, 132)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +136,8 @@ def test_workspace_bytes(shape, num_bytes):
     needs_workspace.workspace[0].element_bytes = 24
     for axis, (size, tile) in enumerate(shape):
         needs_workspace.workspace[0].shape[axis] = launch._Extent(size, tile)
-    assert launch.evaluate(needs_workspace, SIZES, 132).workspace_bytes == (num_bytes,)
+    (workspace,) = launch.read_plan(needs_workspace, 132).workspaces
+    assert workspace.num_bytes(SIZES) == num_bytes
 
 
 def test_seeds_differ_in_the_number_of_multiprocessors(tmp_path):

@@ -12,11 +12,11 @@ from common.problem import GRID, HEADLINE, LATENCY, Problem, Shape
 from common.record_schema import RECORD, find_error
 from common.runtime.backend import empty_outputs, specialization
 from common.runtime.launch import (
+    Packer,
     descriptor_type,
-    pack,
     params_type,
+    placement_of,
     sizes_of,
-    strided_tensors,
 )
 from verify.reference import oracle_of, yardstick_of
 
@@ -86,15 +86,21 @@ def test_flops_of_a_mask_are_those_of_the_visible_keys() -> None:
 def test_another_operation_is_packed() -> None:
     q, k, do = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 4, 3, 16)[..., :8]
     tensors = (q, k, do, torch.zeros(1, 4, 3), torch.zeros(1, 4, 3, 8))
-    assert sizes_of(GRADIENT_OF_Q, tensors)["seq_k"] == 5
-    assert list(strided_tensors(GRADIENT_OF_Q, tensors)) == ["q", "k", "do", "dq"]
+    placements = [placement_of(t) for t in tensors]
+    sizes = sizes_of(placements)
+    assert sizes == (1, 4, 2, 3, 5)
     assert str(specialization(tensors, causal=True)) == "d8_fp32_causal"
-    params = params_type(GRADIENT_OF_Q).from_buffer_copy(
-        pack(GRADIENT_OF_Q, tensors, (0.5, 0.25), {"do": bytes(range(128))}, range(1, 6), [7])
-    )
+    asked = []
+    encode = lambda *given: asked.append(given) or bytes(range(128))  # noqa: E731
+    packer = Packer("x01", GRADIENT_OF_Q, 16, {"do": encode})
+    packed = packer(tensors, placements, sizes, (0.5, 0.25), [7])
+    params = params_type(GRADIENT_OF_Q).from_buffer_copy(packed)
+    assert len(packed) == ctypes.sizeof(params)
+    assert asked == [(do.data_ptr(), do.shape, (0, 48, 16))]
     assert ctypes.sizeof(params) % 128 == 0
     assert bytes(params.do_map) == bytes(range(128))
-    assert (params.q, params.k, params.do, params.delta, params.dq) == (1, 2, 3, 4, 5)
+    addresses = params.q, params.k, params.do, params.delta, params.dq
+    assert addresses == tuple(t.data_ptr() for t in tensors)
     assert list(params.workspace) == [7, 0]
     assert (params.do_stride.head, params.do_stride.row) == (48, 16)
     assert (params.heads, params.kv_heads, params.seq_q, params.seq_k) == (4, 2, 3, 5)

@@ -11,12 +11,20 @@ import pytest
 import torch
 
 from common import attention
+from common.catalog import find_step
 from common.errors import UsageError
 from common.operation import FORWARD
 from common.runtime.cpu import CpuBackend
 from common.runtime.driver import bindings, call
-from common.runtime.launch import Box, descriptor_type
-from common.runtime.tensor_map import TensorMap, encode_for_cpu, encode_for_gpu, tensor_maps
+from common.runtime.launch import TENSOR_MAP_BYTES, Box, descriptor_type, strides
+from common.runtime.tensor_map import (
+    VALID_TENSOR_MAP,
+    CpuMapEncoder,
+    GpuMapEncoder,
+    MapEncoder,
+    TensorMapFields,
+    map_encoders,
+)
 from common.step import read_step
 from verify.layouts import contiguous, expanded, packed, padded, transposed
 
@@ -24,13 +32,24 @@ NONE, B32, B64, B128 = range(4)  # enum Swizzle
 BF16 = torch.bfloat16
 
 
-def maps_of(t: torch.Tensor, box: Box, alignment: int = 16) -> dict[str, TensorMap]:
+def encode(
+    t: torch.Tensor, box: Box, alignment: int = 16, encoder: type[MapEncoder] = CpuMapEncoder
+) -> bytes:
+    """The map of k that a step with this box gets of t."""
     descriptor = descriptor_type(FORWARD)(alignment=alignment, k_box=box)
-    return tensor_maps("v08", descriptor, {"q": t, "k": t})
+    ((name, encode_k),) = map_encoders(encoder, find_step("v08"), descriptor, t.dtype).items()
+    assert name == "k"
+    return encode_k(t.data_ptr(), t.shape, strides(t))
+
+
+def fields_of(t: torch.Tensor, box: Box) -> TensorMapFields:
+    bits = encode(t, box)
+    assert len(bits) == TENSOR_MAP_BYTES
+    return TensorMapFields.from_buffer_copy(bits)
 
 
 @pytest.mark.parametrize(
-    ("layout", "strides"),
+    ("layout", "byte_strides"),
     [
         (contiguous, (128, 896, 2688)),
         (transposed, (384, 128, 2688)),
@@ -39,15 +58,17 @@ def maps_of(t: torch.Tensor, box: Box, alignment: int = 16) -> dict[str, TensorM
         (expanded, (128, 0, 896)),
     ],
 )
-def test_a_map_says_how_the_tensor_lies(layout, strides) -> None:
+def test_a_map_says_how_the_tensor_lies(layout, byte_strides) -> None:
     _, t = layout((2, 3, 7, 64), dtype=BF16)
-    expected = TensorMap(t.data_ptr(), BF16, (64, 7, 3, 2), strides, 16, 64, B128)
-    assert maps_of(t, Box(16, 64, B128)) == {"k": expected}
+    fields = fields_of(t, Box(16, 64, B128))
+    assert (tuple(fields.sizes), tuple(fields.strides)) == ((64, 7, 3, 2), byte_strides)
+    assert (fields.box_rows, fields.box_columns, fields.swizzle) == (16, 64, B128)
+    assert (fields.valid, fields.element_bytes) == (VALID_TENSOR_MAP, 2)
 
 
 def test_strides_without_a_meaning_are_zero() -> None:
     t = torch.zeros(7 * 64, dtype=BF16).as_strided((1, 1, 7, 64), (3, 5, 64, 1))
-    assert maps_of(t, Box(16, 64, B128))["k"].strides == (128, 0, 0)
+    assert tuple(fields_of(t, Box(16, 64, B128)).strides) == (128, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +85,7 @@ def test_strides_without_a_meaning_are_zero() -> None:
     ],
 )
 def test_boxes_at_the_limits(box: Box, dtype: torch.dtype) -> None:
-    assert maps_of(torch.zeros(1, 1, 7, 64, dtype=dtype), box)
+    assert encode(torch.zeros(1, 1, 7, 64, dtype=dtype), box)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +103,14 @@ def test_boxes_at_the_limits(box: Box, dtype: torch.dtype) -> None:
 )
 def test_a_box_beyond_the_limits_is_refused(box: Box, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        maps_of(torch.zeros(1, 1, 7, 64, dtype=BF16), box)
+        encode(torch.zeros(1, 1, 7, 64, dtype=BF16), box)
 
 
 def test_a_step_with_a_map_must_ask_for_its_alignment() -> None:
     t = torch.zeros(1, 1, 7, 64, dtype=BF16)
-    assert maps_of(t, Box(16, 64, B128), alignment=32)
+    assert encode(t, Box(16, 64, B128), alignment=32)
     with pytest.raises(UsageError, match="alignment of 8 bytes: its alignment must be a multiple"):
-        maps_of(t, Box(16, 64, B128), alignment=8)
+        encode(t, Box(16, 64, B128), alignment=8)
 
 
 def test_a_stride_of_a_terabyte_is_refused() -> None:
@@ -98,16 +119,16 @@ def test_a_stride_of_a_terabyte_is_refused() -> None:
             (2, 1, 7, 64), (stride, 0, 64, 1)
         )
 
-    assert maps_of(at(2**39 - 8), Box(16, 64, B128))
+    assert encode(at(2**39 - 8), Box(16, 64, B128))
     with pytest.raises(UsageError, match=r"k has one of 1099511627776: pass k.contiguous\(\)"):
-        maps_of(at(2**39), Box(16, 64, B128))
+        encode(at(2**39), Box(16, 64, B128))
 
 
 def test_without_cuda_bindings_the_package_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    maps = maps_of(torch.zeros(1, 1, 7, 64, dtype=BF16), Box(16, 64, B128))
+    t = torch.zeros(1, 1, 7, 64, dtype=BF16)
     with pytest.raises(UsageError, match=r"cannot be imported .* pip install cuda-bindings"):
-        encode_for_gpu("v08", maps)
+        encode(t, Box(16, 64, B128), encoder=GpuMapEncoder)
 
 
 def test_a_driver_that_is_too_old_is_named(monkeypatch) -> None:
@@ -134,13 +155,13 @@ def test_what_the_driver_refuses_is_named(monkeypatch) -> None:
     driver = MagicMock()
     driver.cuTensorMapEncodeTiled.return_value = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"), 0
     monkeypatch.setattr("common.runtime.tensor_map.bindings", lambda: driver)
-    maps = maps_of(torch.zeros(2, 1, 7, 64, dtype=BF16), Box(16, 64, B128))
     message = (
         r"v08 copies k by a tensor map, and the driver rejects one \(CUDA_ERROR_INVALID_VALUE\) of "
-        r"sizes \(64, 7, 1, 2\) with strides of \(128, 0, 896\) bytes: pass k.contiguous\(\)"
+        r"sizes \(64, 7, 1, 2\) with strides of \[128, 0, 896\] bytes: pass k.contiguous\(\)"
     )
+    t = torch.zeros(2, 1, 7, 64, dtype=BF16)
     with pytest.raises(UsageError, match=message):
-        encode_for_gpu("v08", maps)
+        encode(t, Box(16, 64, B128), encoder=GpuMapEncoder)
 
 
 STEP = """\
@@ -202,19 +223,13 @@ def test_a_kernel_on_the_cpu_gets_the_maps(tmp_path, seed: int) -> None:
     ]
 
 
-def test_the_runtimes_bits_fill_a_map() -> None:
-    maps = maps_of(torch.zeros(1, 1, 7, 64, dtype=BF16), Box(16, 64, B128))
-    assert {name: len(bits) for name, bits in encode_for_cpu(maps).items()} == {"k": 128}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", [contiguous, transposed, packed, padded, expanded])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_driver_takes_every_layout(layout, batch: int) -> None:
     _, t = layout((batch, 3, 7, 64), dtype=BF16, device="cuda")
-    first = encode_for_gpu("v08", maps_of(t, Box(16, 64, B128)))["k"]
-    second = encode_for_gpu("v08", maps_of(t, Box(32, 64, B128)))["k"]
-    assert len(first) == len(second) == 128
+    first, second = (encode(t, Box(n, 64, B128), encoder=GpuMapEncoder) for n in (16, 32))
+    assert len(first) == len(second) == TENSOR_MAP_BYTES
     assert first != second
 
 

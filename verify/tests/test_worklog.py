@@ -49,6 +49,7 @@ WORKLOG = """# Title
 <!-- table: grid --><!-- end -->
 <!-- table: distributions --><!-- end -->
 <!-- table: latency --><!-- end -->
+<!-- table: decoding --><!-- end -->
 <!-- table: sass --><!-- end -->
 <!-- table: banks --><!-- end -->
 <!-- table: resources v02 --><!-- end -->
@@ -143,7 +144,7 @@ def test_rows_are_plain_values(root):
     assert rows.latency(record_set)[0]["device_us"]["v02"] == 5.0
     assert rows.distributions(record_set)[0]["by_head_dim"]["64"]["ratio"] == 200 / 640
     of_a_ladder = (rows.sass, rows.banks, rows.grid)
-    of_a_set = (rows.distributions, rows.latency, rows.training_speed)
+    of_a_set = (rows.distributions, rows.latency, rows.decoding, rows.training_speed)
     of_a_step = (rows.resources, rows.counters)
     for found in (
         *(read(ladder) for read in of_a_ladder),
@@ -228,7 +229,7 @@ def test_tables_of_another_gpu_stand_where_they_are_asked_for(root):
     write_record(folder / "distributions.json", fake_distributions(V01, V02) | device)
     changed = regenerate(root)
     plots = [f"profiles/h100/{name}{dark}.svg" for name in CELL_PLOTS for dark in ("", "_dark")]
-    assert changed == ["README.md", *plots]
+    assert changed == ["README.md", *plots, PAGE]
     readme = (root / "README.md").read_text()
     assert "<!-- table: results h100 -->\n\nnot measured\n" in readme
     assert readme.count("TFLOP/s on the NVIDIA H100 80GB HBM3 in bf16") == 1
