@@ -21,8 +21,9 @@ from common.problem import COUNTED
 from common.record_schema import TIMELINE_RECORD
 from common.records import read_records, write_record
 from common.report.diagrams.svg import WIDTH
+from common.report.pipeline import busy_times, clocks_a_product
 from common.report.record_set import Recorded, load_record_set
-from common.report.timeline_plot import LEFT, busy_times, clocks_a_product, render_timelines
+from common.report.timeline_plot import LEFT, render_timelines
 from common.runtime.build import build_cubin, nvcc, parse_resources
 from common.runtime.cpu import CpuBackend
 from common.step import Step
