@@ -15,7 +15,7 @@ from ...errors import UsageError
 from ...operation import OPERATIONS
 from ..diagrams.svg import COLORS, DARK, LIGHT, NONE
 from ..record_set import RecordSet
-from . import explorer, ladder, pipelines
+from . import bet, explorer, ladder, pipelines, softmax
 from .section import WEB
 
 VENDOR = Path(__file__).parent / "vendor"
@@ -36,6 +36,8 @@ def render_page(record_sets: Sequence[RecordSet], worklog: str, figures: Mapping
             ladder.section(record_sets[0].of(operation), worklog, figures)
             for operation in OPERATIONS.values()
         ),
+        softmax.section(),
+        bet.section(record_sets[0]),
         pipelines.section(record_sets[0]),
         explorer.section(record_sets),
     ]
