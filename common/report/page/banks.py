@@ -68,10 +68,11 @@ ACCESSES = {
 
 @dataclass(frozen=True)
 class Swizzle:
-    """XORs the lowest three bits of a chunk's number by `mask` of a number.
+    """Permutes chunks: XORs the lowest three bits of a chunk's number by bits of another number.
 
-    That is its row's, as in the steps' own, or that of the 128 bytes of memory it would lie in, as
-    in TMA's. The elements keep apart in rows of a multiple of row_bytes, or of just as many.
+    That is the row's (by_row, in the steps' own swizzle) or that of the 128 bytes of memory which
+    the chunk would lie in (in TMA's). It is meant for rows of a multiple of row_bytes, or of just
+    as many.
     """
 
     title: str

@@ -34,7 +34,8 @@ worklog.models.banks = {
                 }
             });
             if (words.size) {
-                phases.push({ first, last: first + size - 1, words: [...words.values()], wanted, wavefronts: Math.max(...wanted) });
+                const wavefronts = Math.max(...wanted);
+                phases.push({ first, last: first + size - 1, words: [...words.values()], wanted, wavefronts });
             }
         }
         return { phases, ideal: phases.length, wavefronts: phases.reduce((sum, phase) => sum + phase.wavefronts, 0) };
@@ -44,7 +45,7 @@ worklog.models.banks = {
 worklog.sections.banks = (root, data) => {
     const { BANKS, WORD, address, access } = worklog.models.banks;
     const LINE = BANKS * WORD;
-    const WIDTH = 27, HEIGHT = 20, LEFT = 66, GAP = 7; // pixels
+    const WIDTH = 27, HEIGHT = 20, LEFT = 74, GAP = 7; // pixels
     const COLORS = 8;
     const told = root.querySelector(".told");
     const note = root.querySelector(".note");
@@ -62,7 +63,14 @@ worklog.sections.banks = (root, data) => {
         first: number({ min: 0, max: 1024, step: 4, value: 0 }),
         phase: worklog.element("select", {}, option("", "all")),
     };
-    const titles = { tile: "Start from", pitch: "Row pitch, bytes", swizzle: "Swizzle", access: "A warp accesses", first: "from byte", phase: "Phase" };
+    const titles = {
+        tile: "Start from",
+        pitch: "Row pitch, bytes",
+        swizzle: "Swizzle",
+        access: "A warp accesses",
+        first: "from byte",
+        phase: "Phase",
+    };
     root.querySelector(".controls").append(
         ...Object.entries(inputs).map(([key, input]) => worklog.element("label", {}, titles[key], input)),
     );
@@ -117,7 +125,7 @@ worklog.sections.banks = (root, data) => {
             ...phases.map((phase, n) => option(n, `${n + 1}: lanes ${phase.first}–${phase.last}`)),
         );
         inputs.phase.value = chosen in phases ? chosen : "";
-        return inputs.phase.value ? phases[inputs.phase.value] : null;
+        return phases[inputs.phase.value];
     }
 
     function sentence({ phases, ideal, wavefronts }) {
@@ -125,11 +133,14 @@ worklog.sections.banks = (root, data) => {
         const parts = [worklog.element("b", {}, `Wavefronts: ${wavefronts}, ideal ${ideal}.`)];
         const most = Math.max(...phases.map((phase) => phase.wavefronts));
         const worst = phases.findIndex((phase) => phase.wavefronts === most);
-        if (most === 1) return [...parts, ` ${count(phases.length, "phase")}, none of which wants two words of one bank.`];
-        const wants = `wants ${most} different words of bank ${phases[worst].wanted.indexOf(most)}`;
-        const alike = phases.length > 1 && phases.every((phase) => phase.wavefronts === most);
-        const busiest = alike ? `Each of the ${phases.length} phases ${wants.replace(/of bank.*/, "of one bank")}` : `Phase ${worst + 1} ${wants}`;
-        return [...parts, ` ${busiest}: ${count(wavefronts - ideal, "conflict")}${alike || phases.length === 1 ? "" : " in all"}.`];
+        if (most === 1) return [...parts, ` ${count(phases.length, "phase")}: none wants two words of one bank.`];
+        const words = `${most} different words of`;
+        const conflicts = count(wavefronts - ideal, "conflict");
+        if (phases.length > 1 && phases.every((phase) => phase.wavefronts === most)) {
+            return [...parts, ` Each of the ${phases.length} phases wants ${words} one bank: ${conflicts}.`];
+        }
+        const bank = phases[worst].wanted.indexOf(most);
+        return [...parts, ` Phase ${worst + 1} wants ${words} bank ${bank}; in all ${conflicts}.`];
     }
 
     // What a kernel that did this should know.
@@ -159,7 +170,9 @@ worklog.sections.banks = (root, data) => {
             lanes: [...new Set(same.flatMap((each) => each.lanes))],
             color: d3.max(same, (each) => each.wavefront) % COLORS,
             faded: only && !same.some((each) => each.phase === only),
-            title: same.map(({ phase, wavefront, lanes }) => `${span(lanes)}: wavefront ${wavefront + 1} of phase ${phases.indexOf(phase) + 1}`).join("\n"),
+            title: same
+                .map((each) => `${span(each.lanes)}: wavefront ${each.wavefront + 1} of phase ${phases.indexOf(each.phase) + 1}`)
+                .join("\n"),
         }));
         const lines = d3.sort(new Set(cells.map((cell) => cell.line)));
         let y = HEIGHT;
@@ -174,7 +187,7 @@ worklog.sections.banks = (root, data) => {
         const label = (x, top, text, kind) =>
             svg.append("text").attr("class", kind).attr("x", x).attr("y", top + HEIGHT / 2).text(text);
         label(LEFT - 8, 0, "bank", "aside at");
-        label(LEFT - 8, y, "words", "aside at");
+        label(LEFT - 8, y, "most words", "aside at");
         for (const [line, top] of tops) label(LEFT - 8, top, `byte ${line * LINE}`, "aside at");
         for (const bank of d3.range(BANKS)) label(LEFT + (bank + 0.5) * WIDTH, 0, bank, "aside");
 
@@ -187,16 +200,16 @@ worklog.sections.banks = (root, data) => {
 
         const hits = cells.map((cell) => ({ ...cell, x: at(cell.bank), top: tops.get(cell.line) }));
         const hit = svg.selectAll("g.hit").data(hits).join("g").attr("class", "hit").call(place);
-        hit.filter((cell) => cell.faded).attr("opacity", 0.25);
-        box(hit).attr("fill", (cell) => `var(--bank${cell.color})`);
-        middle(hit.append("text")).text((cell) => short(cell.lanes));
+        box(hit).attr("fill", (cell) => `var(--bank${cell.color})`).attr("opacity", (cell) => (cell.faded ? 0.3 : null));
+        middle(hit.append("text")).attr("class", (cell) => (cell.faded ? "aside" : null)).text((cell) => short(cell.lanes));
         hit.append("title").text((cell) => cell.title);
 
         const shown = only ? [only] : phases;
         const most = d3.max(shown, (phase) => phase.wavefronts);
         const counts = d3.range(BANKS).map((bank) => ({ x: at(bank), top: y, count: d3.max(shown, (phase) => phase.wanted[bank]) }));
-        const count = svg.selectAll("g.count").data(counts).join("g").attr("class", ({ count }) => (count > 1 && count === most ? "count most" : "count")).call(place);
-        box(count).filter(({ count }) => count < 2 || count < most).attr("fill", "none");
+        const count = svg.selectAll("g.count").data(counts).join("g").attr("class", "count").call(place);
+        count.classed("most", (each) => each.count > 1 && each.count === most);
+        box(count);
         middle(count.append("text")).attr("class", ({ count }) => (count ? null : "aside")).text(({ count }) => count);
 
         board.replaceChildren(svg.node());

@@ -48,11 +48,14 @@ worklog.sections.fragments = (root, views) => {
         view = views[inputs.view.value];
         chooseThread(Math.min(chosen.thread, view.threads - 1), view.grids[0]);
     });
-    inputs.thread.addEventListener("input", () => valid(inputs.thread) && chooseThread(inputs.thread.valueAsNumber, chosen.grid));
+    inputs.thread.addEventListener("input", () => {
+        if (valid(inputs.thread)) chooseThread(inputs.thread.valueAsNumber, chosen.grid);
+    });
     inputs.grid.addEventListener("input", () => chooseThread(chosen.thread, view.grids[inputs.grid.value]));
     for (const input of [inputs.row, inputs.column]) {
         input.addEventListener("input", () => {
-            if (valid(inputs.row) && valid(inputs.column)) chooseElement(chosen.grid, inputs.row.valueAsNumber, inputs.column.valueAsNumber);
+            const [row, column] = [inputs.row.valueAsNumber, inputs.column.valueAsNumber];
+            if (valid(inputs.row) && valid(inputs.column)) chooseElement(chosen.grid, row, column);
         });
     }
     chooseThread(chosen.thread, chosen.grid);
@@ -84,7 +87,9 @@ worklog.sections.fragments = (root, views) => {
         inputs.grid.value = view.grids.indexOf(grid);
         const now = { thread: chosen.thread, row, column };
         // Not under the cursor of someone who is typing the same number.
-        for (const [key, value] of Object.entries(now)) if (inputs[key].valueAsNumber !== value) inputs[key].value = value;
+        for (const [key, value] of Object.entries(now)) {
+            if (inputs[key].valueAsNumber !== value) inputs[key].value = value;
+        }
         for (const mark of marks) mark();
         told.textContent = whoHolds();
         holds.replaceChildren(...whatIsHeld());
@@ -156,22 +161,32 @@ worklog.sections.fragments = (root, views) => {
             .join("g")
             .attr("class", "cell")
             .attr("transform", (each) => `translate(${x(each.column)},${y(each.row)})`);
-        cell.append("rect").attr("width", WIDTH - 1).attr("height", HEIGHT - 1).attr("fill", (each) => `var(--tint${grid.colors[each.value]})`);
+        cell.append("rect")
+            .attr("width", WIDTH - 1)
+            .attr("height", HEIGHT - 1)
+            .attr("fill", (each) => `var(--tint${grid.colors[each.value]})`);
         const text = cell.append("text").attr("x", (WIDTH - 1) / 2).attr("y", (HEIGHT - 1) / 2);
         const choose = (event, each) => chooseElement(grid, each.row, each.column);
         cell.on("pointerenter", choose).on("click", choose);
 
-        const outline = (kind, columns) => svg.append("rect").attr("class", `outline ${kind}`).attr("width", columns * WIDTH - 1).attr("height", HEIGHT - 1);
-        const givers = (grid.addresses ?? []).map(([row, column], lane) =>
-            label(column ? x(grid.columns) + ADDRESS / 2 : EDGE + ADDRESS / 2 - 2, y(row) + HEIGHT / 2, column ? `← ${lane}` : `${lane} →`, "aside"),
-        );
+        const outline = (kind, columns) =>
+            svg
+                .append("rect")
+                .attr("class", `outline ${kind}`)
+                .attr("width", columns * WIDTH - 1)
+                .attr("height", HEIGHT - 1);
+        const givers = (grid.addresses ?? []).map(([row, column], lane) => {
+            const left = column ? x(grid.columns) : EDGE - 2;
+            return label(left + ADDRESS / 2, y(row) + HEIGHT / 2, column ? `← ${lane}` : `${lane} →`, "aside");
+        });
         const given = grid.addresses && outline("address", 8);
         const element = outline("element", 1);
         marks.push(() => {
             const { thread, row, column } = chosen;
             cell.classed("own", (each) => each.thread === thread);
             text.text((each) => (each.thread === thread ? grid.cells[each.value] : each.thread));
-            element.attr("x", x(column)).attr("y", y(row)).attr("visibility", chosen.grid === grid || view.linked ? null : "hidden");
+            element.attr("x", x(column)).attr("y", y(row));
+            element.attr("visibility", chosen.grid === grid || view.linked ? null : "hidden");
             givers.forEach((giver, lane) => giver.classed("gives", lane === thread));
             given?.attr("x", x(grid.addresses[thread][1])).attr("y", y(grid.addresses[thread][0]));
         });
@@ -179,7 +194,11 @@ worklog.sections.fragments = (root, views) => {
             "div",
             {},
             worklog.element("h3", {}, `${grid.name} [${grid.rows}, ${grid.columns}]`),
-            worklog.element("div", { className: "wide", tabIndex: 0, role: "region", "aria-label": `The elements of ${grid.name}` }, svg.node()),
+            worklog.element(
+                "div",
+                { className: "wide", tabIndex: 0, role: "region", "aria-label": `The elements of ${grid.name}` },
+                svg.node(),
+            ),
         );
     }
 };
