@@ -156,7 +156,8 @@ worklog.sections.bet = (root, data) => {
                 kind.value === "normal" ? Plot.ruleX([std()], { stroke: "var(--muted)", strokeDasharray: "3 3" }) : null,
                 Plot.line(points, { ...at, z: "dtype", stroke: (p) => (p.dtype === "fp16" ? "var(--mark0)" : "var(--ramp7)") }),
                 Plot.dot(points, { ...at, fill: (p) => (p.dtype === "fp16" ? "var(--mark0)" : "var(--ramp7)") }),
-                Plot.text(points, Plot.selectLast({ ...at, z: "dtype", text: "dtype", textAnchor: "start", dx: 6, fill: "var(--ink)" })),
+                // Where the two are apart.
+                Plot.text(points.filter((p) => p.std === stds.at(-2)), { ...at, text: "dtype", dy: -9, fill: "var(--ink)" }),
                 Plot.tip(points, Plot.pointer({ ...at, title: (p) => `${p.dtype}: ${p.rescaled.toFixed(1)} % rescaled, ${p.redone.toFixed(1)} % computed again`, fill: "var(--page)" })),
             ],
         };
