@@ -29,7 +29,7 @@ CXX_FILES = $$(find steps common verify -name '*.cu' -o -name '*.cuh' -o -name '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup step check bench profile train compare worklog page test lint clean
+.PHONY: help setup step check bench profile pictures train compare worklog page test lint clean
 
 help:  ## this list
 	@echo 'Usage: make TARGET [PYTHON=python3]'
@@ -107,6 +107,9 @@ bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the e
 
 profile: $(READY)  ## N=4, N="4 5": registers, instructions and bank conflicts of these steps; on a GPU also ncu's counters and, of v09 to v11, b06 and b08, a timeline
 	$(PY) -m common profile $(N)
+
+pictures: $(READY)  ## what heads look at, and what steps err, in N="12 b08" or those that attention() takes; recorded on a GPU
+	$(PY) -m common pictures $(N)
 
 train: $(READY)  ## on a GPU, in minutes: train a GPT on attention() and on torch's SDPA; without one, some steps of a tiny one
 	$(PY) -m common train

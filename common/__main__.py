@@ -35,6 +35,8 @@ def _main(arguments: list[str] | None) -> int:
     bench.add_argument("--distributions", action="store_true", help="on many kinds of inputs")
     bench.add_argument("--latency", action="store_true", help="what small calls cost")
     bench.add_argument("--training", action="store_true", help="what training takes")
+    pictures = commands.add_parser("pictures", help="what heads look at, and what steps err")
+    pictures.add_argument("names", nargs="*", metavar="STEP")
     commands.add_parser("train", help="train a GPT on attention() and on torch's")
     compare = commands.add_parser("compare", help="diff of two steps, and what it changes")
     compare.add_argument("first")
@@ -79,6 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         bench_grid,
         bench_latency,
         bench_training,
+        pictures,
         profile,
         run_steps,
         train,
@@ -88,6 +91,8 @@ def _run(options: argparse.Namespace) -> int:
         return run_steps(options.names)
     if options.command == "profile":
         return profile(options.names)
+    if options.command == "pictures":
+        return pictures(options.names)
     if options.command == "train":
         return train()
     if options.latency:

@@ -1,4 +1,4 @@
-"""What `make step`, `make bench`, `make profile` and `make train` do."""
+"""What `make step`, `make bench`, `make profile`, `make pictures` and `make train` do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .bench.timeline import timeline_patch, timeline_record
 from .catalog import all_steps, find_step, require_well_formed, steps_to_run
 from .errors import UsageError
 from .operation import OPERATIONS
-from .paths import ROOT
+from .paths import BUILD_DIR, ROOT
 from .problem import COUNTED
 from .record_schema import EXPERIMENT_RECORD, RECORD
 from .records import (
@@ -25,11 +25,15 @@ from .records import (
     gpu_folder,
     is_stale,
     read_record,
+    write_atomically,
     write_record,
 )
 from .report import tables, terminal
+from .report.diagrams.svg import files
 from .report.markdown import regenerate
-from .report.record_set import RecordSet, load_record_set
+from .report.pictures_plot import draw_pictures
+from .report.record_set import RecordSet, Whole, load_record_set
+from .runtime.cpu import CpuBackend
 from .runtime.gpu import GpuBackend
 from .step import Step
 
@@ -157,6 +161,26 @@ def bench_training() -> int:
 
     print(tables.training_speed(_after_recording(measure_training_speed())))
     _report_regenerated()
+    return 0
+
+
+def pictures(names: Sequence[str]) -> int:
+    """Records what heads look at and what attention() errs; without a GPU only draws it."""
+    from .bench.pictures import chosen_steps, measure_pictures, record_pictures
+
+    if torch.cuda.is_available():
+        backend = GpuBackend()
+        record_set = _after_recording(record_pictures(backend, chosen_steps(backend, names)))
+        print(tables.pictures(record_set))
+        _report_regenerated()
+        return 0
+    backend = CpuBackend()
+    steps = chosen_steps(backend, names)
+    record = {"device": "SIMT runtime", **measure_pictures(backend, steps)}
+    for name, svg in files({"pictures": draw_pictures(Whole(record, stale=False))}).items():
+        write_atomically(BUILD_DIR / "pictures" / name, svg)
+        print(f"drew {(BUILD_DIR / 'pictures' / name).relative_to(ROOT)}")
+    print("Nothing is recorded, as there is no CUDA device: the SIMT runtime computed it.")
     return 0
 
 

@@ -279,6 +279,27 @@ LATENCY_RECORD = {
     "decoding": {"keys": [_count], "host_us": dict.fromkeys(CACHES, _SAMPLES)},
 }
 
+_HEAD_ERRORS = {
+    who: {**dict.fromkeys(("median", "maximum", "nrmse"), NUMBER), "groups": _some([NUMBER])}
+    for who in TRAININGS
+}
+_HEAD = {
+    "name": str,
+    "causal": bool,
+    "seq": _count,
+    "head_dim": _count,
+    "map": _some([[int]]),
+    "errors": dict.fromkeys(("o", "dq", "dk", "dv"), _HEAD_ERRORS),
+}
+PICTURES_RECORD = {
+    "device": str,
+    "dtype": str,
+    "sources": _forward_and_backward,
+    "trained": AnyOf([str, type(None)]),
+    "cells": _count,
+    "heads": _some([_HEAD]),
+}
+
 _TRAINING = {
     "route": str,
     **dict.fromkeys(("loss", "held_out_loss", "ms_per_step"), _positive),

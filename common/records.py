@@ -5,7 +5,8 @@ experiments/vNN_what.json that of a variant; grid.json and, of the backward ladd
 grid_backward.json are of many shapes (grid.py), distributions.json is of many kinds of inputs
 (distributions.py), and beside each of these lies, as grid_previous.json, the run before, if that
 was of the same sources; timelines/vNN.json has the clocks of a pipeline (timeline.py); latency.json
-is what small calls cost (latency.py), train.json how a model was trained on attention() (train.py),
+is what small calls cost (latency.py), pictures.json what heads look at and what attention() errs
+(pictures.py), train.json how a model was trained on attention() (train.py),
 whose q, k and v are in trained.npz, and training_speed.json what training takes
 (training_speed.py); profiles/static/vNN.json is what is known without a GPU (static_analysis.py).
 """
@@ -34,6 +35,7 @@ HEADLINE_GPU = "h200"  # the folder whose records README.md and worklog.md show
 DISTRIBUTIONS_FILE = "distributions.json"
 LATENCY_FILE = "latency.json"
 TRAIN_FILE = "train.json"
+PICTURES_FILE = "pictures.json"
 TRAINED_FILE = "trained.npz"  # of common/trained_inputs.py
 TRAINING_SPEED_FILE = "training_speed.json"
 

@@ -5,7 +5,8 @@ Generated text stands between HTML comments, which render invisibly:
     <!-- table: results -->…<!-- end -->          or memory, peers, grid, sass, banks: those of the
                                                   forward ladder
     <!-- table: results b -->…<!-- end -->        any of these, of the ladder with this letter
-    <!-- table: latency -->…<!-- end -->          or decoding, distributions, training_speed
+    <!-- table: latency -->…<!-- end -->          or decoding, pictures, distributions,
+                                                  training_speed
     <!-- table: counters v04 -->…<!-- end -->     or resources, experiments: those of a step
     <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers and grid of any ladder,
                                                   distributions, latency and training_speed, of
@@ -50,6 +51,7 @@ REQUIRED_TABLES = {
         "distributions",
         "latency",
         "decoding",
+        "pictures",
         "results b",
         "memory b",
         "peers b",
@@ -225,6 +227,7 @@ GPU_TABLES = {
     "distributions": tables.distributions,
     "latency": tables.latency,
     "decoding": tables.decoding,
+    "pictures": tables.pictures,
     "training_speed": tables.training_speed,
 }
 STEP_TABLES = {

@@ -28,6 +28,7 @@ from .diagrams.svg import (
     files,
     text_width,
 )
+from .pictures_plot import draw_pictures
 from .record_set import Cells, Ladder, RecordSet
 from .rows import latest_steps
 from .train_plot import draw_training
@@ -53,6 +54,8 @@ def render_plots(record_set: RecordSet) -> dict[str, str]:
             drawings[operation.named("grid")] = _grid(ladder)
     if record_set.distributions and latest_steps(record_set, record_set.distributions.record):
         drawings["distributions"] = _distributions(record_set, record_set.distributions)
+    if record_set.pictures:
+        drawings["pictures"] = draw_pictures(record_set.pictures)
     if record_set.training:
         drawings["train"] = draw_training(record_set.training)
     return files(drawings)

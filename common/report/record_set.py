@@ -15,6 +15,7 @@ from ..record_schema import (
     EXPERIMENT_RECORD,
     GRID_RECORD,
     LATENCY_RECORD,
+    PICTURES_RECORD,
     RECORD,
     SHARES,
     STATIC_RECORD,
@@ -26,6 +27,7 @@ from ..record_schema import (
 from ..records import (
     DISTRIBUTIONS_FILE,
     LATENCY_FILE,
+    PICTURES_FILE,
     STATIC,
     TRAIN_FILE,
     TRAINING_SPEED_FILE,
@@ -122,6 +124,7 @@ class RecordSet:
     timelines: Recorded
     cells: dict[str, Cells]  # "grid" and "grid_backward", of shapes; "distributions", of the inputs
     latency: Whole | None  # of small calls
+    pictures: Whole | None
     training: Whole | None
     training_speed: Whole | None
 
@@ -178,7 +181,8 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
         ),
         cells={name: record for name, record in cells.items() if record},
         latency=_load_latency(folder, steps),
-        training=_load_training(folder, steps),
+        pictures=_load_of_steps(folder / PICTURES_FILE, PICTURES_RECORD, steps),
+        training=_load_of_steps(folder / TRAIN_FILE, TRAIN_RECORD, steps),
         training_speed=_load_training_speed(folder, steps),
     )
 
@@ -223,8 +227,9 @@ def _load_latency(folder: Path, steps: Sequence[Step]) -> Whole | None:
     return Whole(record, stale)
 
 
-def _load_training(folder: Path, steps: Sequence[Step]) -> Whole | None:
-    record = read_record(folder / TRAIN_FILE, TRAIN_RECORD)
+def _load_of_steps(path: Path, form: Form, steps: Sequence[Step]) -> Whole | None:
+    """A record that is stale where one of its steps has changed since."""
+    record = read_record(path, form)
     return record and Whole(record, stale=bool(_stale(record["sources"], steps)))
 
 

@@ -221,6 +221,16 @@ def decoding(record_set: RecordSet) -> list[Row]:
     ]
 
 
+def pictures(record_set: RecordSet) -> list[Row]:
+    """A row for each head: the errors of each output, of the step and of torch."""
+    if record_set.pictures is None:
+        return []
+    return [
+        {"head": head["name"], "causal": head["causal"], "errors": head["errors"]}
+        for head in record_set.pictures.record["heads"]
+    ]
+
+
 def training_speed(record_set: RecordSet) -> list[Row]:
     """A row for each attention in each workload; speedup is attention()'s speed over a peer's.
 

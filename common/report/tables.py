@@ -344,6 +344,33 @@ def latency(record_set: RecordSet) -> str:
     )
 
 
+def pictures(record_set: RecordSet) -> str:
+    """What the step errs on each head beside torch, both in bf16, from float64."""
+    found = rows.pictures(record_set)
+    if not found:
+        return NOT_MEASURED
+    assert record_set.pictures is not None
+    record, stale = record_set.pictures.record, record_set.pictures.stale
+    outputs = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
+
+    def both(output: str) -> Cell:
+        def cell(row: Row) -> str:
+            ours, torch = (row["errors"][output][who] for who in (OURS, SDPA))
+            return f"{ours['nrmse']:.2e} / {torch['nrmse']:.2e}"
+
+        return cell
+
+    columns = {"Head": _value("head"), "Mask": _mask}
+    columns |= {f">{title}": both(output) for output, title in outputs.items()}
+    names = " and ".join(label(name, stale=stale) for name in record["sources"])
+    head = record["heads"][0]
+    return _table(columns, found) + (
+        f"\n\nRoot mean square of the error over that of the output: {names} / torch's "
+        f"scaled_dot_product_attention, both in {record['dtype']} on the {record['device']}, from "
+        f"float64. {head['seq']} queries and keys, head_dim {head['head_dim']}."
+    )
+
+
 _CACHES = {
     "sliced": "a key more, of a buffer for all",
     "concatenated": "a key more, in new tensors",

@@ -50,6 +50,7 @@ WORKLOG = """# Title
 <!-- table: distributions --><!-- end -->
 <!-- table: latency --><!-- end -->
 <!-- table: decoding --><!-- end -->
+<!-- table: pictures --><!-- end -->
 <!-- table: sass --><!-- end -->
 <!-- table: banks --><!-- end -->
 <!-- table: resources v02 --><!-- end -->
