@@ -20,7 +20,7 @@ from .step import HEAD_DIMS
 NAME = "attention_worklog"
 OLDEST = (5, 4)  # the first to give a mask's function the offset of the queries
 
-_told: set[str] = set()  # reasons; no functools.cache, which torch.compile does not know
+_told: set[str] = set()  # the reasons that have had their warning
 
 
 def register() -> None:
@@ -148,15 +148,17 @@ def make_mask(
         allow_is_bidirectional_skip=False,
         **options,
     )
-    read = [t for t in (attention_mask, q_offset) if isinstance(t, Tensor)]
-    if read and torch.compiler.is_compiling():
+    is_plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    reads = isinstance(attention_mask, Tensor) or isinstance(q_offset, Tensor)
+    if torch.compiler.is_compiling() and (reads or not is_plain):
         return dense()
-    if not (allow_is_causal_skip or allow_is_bidirectional_skip):
-        return _explained(dense(), "the model asks for a mask of its own, or its cache is static")
-    causal = allow_is_causal_skip
-    plain = causal_mask_function if causal else bidirectional_mask_function
-    if local_size is None and mask_function is not plain:
+    if local_size is None and not is_plain:
         return _explained(dense(), "the mask is neither causal nor full")
+    if not (allow_is_causal_skip or allow_is_bidirectional_skip):
+        is_static = isinstance(q_offset, Tensor)
+        what = "a decoding step on a static cache" if is_static else "the values of the mask"
+        return _explained(dense(), f"transformers asks for {what}")
+    causal = allow_is_causal_skip
     offset = int(q_offset) - kv_offset
     if local_size is not None and max(offset + q_length, kv_length) + kv_offset > local_size:
         return _explained(dense(), f"a window of {local_size} is shorter than the sequence")
@@ -271,7 +273,7 @@ def _refusal(
 ) -> str | None:
     """Why attention() cannot compute this, or None."""
     if mask is not None and not isinstance(mask, PaddingMask):
-        return getattr(mask, "reason", "the mask is not one of padding that can be read")
+        return getattr(mask, "reason", "the mask is the model's own, or torch.compile traces it")
     if mask is not None and mask.shape != (*key.shape[:1], 1, query.shape[2], key.shape[2]):
         return "the mask has not the shape of the attention"
     if dropout:
@@ -306,6 +308,7 @@ def _fall_back(reason: str, module, query, key, value, mask, **options) -> tuple
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
+@torch.compiler.assume_constant_result  # torch.compile calls it once, when it traces the call
 def _warn(reason: str) -> None:
     if reason not in _told:
         _told.add(reason)

@@ -1,0 +1,508 @@
+"""attn_implementation="attention_worklog": tiny models against SDPA, and what falls back to it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import common.transformers as integration
+from common import UsageError
+
+transformers = pytest.importorskip("transformers", minversion="5.4")
+
+VOCABULARY, TOKENS, NEW_TOKENS = 48, 20, 3
+STD = 0.1  # of the weights, so that scores have a standard deviation of 1 and a mask or scale shows
+SIZES = {"vocab_size": VOCABULARY, "initializer_range": STD}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA_SIZES = {"intermediate_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1, **SIZES}
+
+ON_CPU = pytest.param("cpu", torch.float32, id="cpu")
+ON_GPU = [
+    pytest.param("cuda", dtype, id=f"cuda-{name}", marks=pytest.mark.gpu)
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+]
+
+
+def llama(head_dim: int = 64, **options):
+    sizes = {"hidden_size": 96, "num_attention_heads": 2, "head_dim": head_dim, **LLAMA_SIZES}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | options)))
+
+
+def gemma():
+    sizes = {"hidden_size": 96, "num_attention_heads": 2, "head_dim": 256, **LLAMA_SIZES}
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**sizes))
+
+
+def mistral(window: int):
+    sizes = {"hidden_size": 96, "num_attention_heads": 2, "head_dim": 64, **LLAMA_SIZES}
+    config = transformers.MistralConfig(**sizes, sliding_window=window)
+    return transformers.MistralForCausalLM(config)
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        n_embd=128, n_layer=2, n_head=2, n_positions=64, **SIZES, **SPECIAL
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert():
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, **SIZES}
+    return transformers.BertForMaskedLM(transformers.BertConfig(num_attention_heads=2, **sizes))
+
+
+def vit():
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    config = transformers.ViTConfig(**sizes, initializer_range=STD, num_labels=VOCABULARY)
+    return transformers.ViTForImageClassification(config)
+
+
+def whisper():
+    layers = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+    layers |= {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
+    config = transformers.WhisperConfig(
+        d_model=128,
+        num_mel_bins=8,
+        max_source_positions=26,
+        vocab_size=VOCABULARY,
+        init_std=STD,
+        begin_suppress_tokens=None,
+        decoder_start_token_id=3,
+        **SPECIAL,
+        **layers,
+    )
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+# For each device what its backend can do in little time: on the CPU one head_dim.
+MODELS = {"llama64": llama, "gpt2": gpt2, "bert": bert, "vit": vit, "whisper": whisper}
+MODELS_OF_GPU = {"llama128": lambda: llama(128), "gemma256": gemma}
+WITH_CACHE = ["llama64", "gpt2", "whisper"]
+
+
+def cases(names: list[str]) -> list:
+    """Each model on each device."""
+    on_cpu = [pytest.param(name, *ON_CPU.values, id=f"{name}-cpu") for name in names]
+    return on_cpu + [
+        pytest.param(name, *device.values, id=f"{name}-{device.id}", marks=device.marks)
+        for name in [*names, *(MODELS_OF_GPU if "llama64" in names else ())]
+        for device in ON_GPU
+    ]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every warning of ours is an error, unless a test expects it."""
+    monkeypatch.setattr(integration, "_told", set())
+    integration.register()
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=integration.NAME)
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+    """q, k and v of each call of attention()."""
+    seen = []
+    real = integration.attention
+
+    def spy(q, k, v, **options):
+        seen.append((q, k, v))
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(integration, "attention", spy)
+    return seen
+
+
+def build(make: Callable, device: str = "cpu"):
+    """The model in float64, from one seed, without dropout."""
+    torch.manual_seed(0)
+    return make().to(device, torch.float64).eval()
+
+
+def as_(model, attention: str, dtype: torch.dtype):
+    model.set_attn_implementation(attention)
+    return model.to(dtype)
+
+
+def random_tokens(batch: int = 3) -> Tensor:
+    return torch.randint(4, VOCABULARY, (batch, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def make_inputs(name: str, device: str = "cpu") -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(2)
+    inputs = {"input_ids": random_tokens()}
+    if name == "vit":
+        inputs = {"pixel_values": torch.randn(3, 3, 16, 16, generator=rng)}
+    if name == "whisper":
+        features = torch.randn(3, 8, 52, generator=rng)
+        inputs = {"input_features": features, "decoder_input_ids": random_tokens()}
+    return {key: t.to(device) for key, t in inputs.items()}
+
+
+def cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {key: t.to(dtype) if t.is_floating_point() else t for key, t in inputs.items()}
+
+
+def padding_mask(side: str) -> Tensor:
+    """[3, TOKENS]: 7 tokens of padding, none and 1."""
+    mask = torch.ones(3, TOKENS, dtype=torch.int64)
+    for row, padding in enumerate((7, 0, 1)):
+        mask[row, slice(padding) if side == "left" else slice(TOKENS - padding, None)] = 0
+    return mask
+
+
+def logits_and_gradients(model, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Of all tokens that are no padding, in float64: logits, and the parameters' gradients."""
+    model.zero_grad()
+    logits = model(**cast(inputs, model.dtype)).logits.double()
+    if "attention_mask" in inputs:
+        logits = logits[inputs["attention_mask"].bool()]
+    rng = torch.Generator().manual_seed(3)
+    weights = torch.randn(logits.shape, generator=rng, dtype=torch.float64)
+    (logits * weights.to(logits.device)).sum().backward()
+    return [logits.detach()] + [
+        parameter.grad.double() for parameter in model.parameters() if parameter.grad is not None
+    ]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def assert_as_close_as_sdpa(ours: list[Tensor], sdpa: list[Tensor], exact: list[Tensor]) -> None:
+    """Our logits, and our gradients together, are at most twice as far from float64's as SDPA's.
+
+    Twice, since both round what they compute about as often, and each rounding can fall either way.
+    """
+    assert len(ours) == len(sdpa) == len(exact)
+    for part in (slice(1), slice(1, None)):
+        a, b, c = (torch.cat([t.flatten() for t in ts[part]]) for ts in (ours, sdpa, exact))
+        assert error(a, c) <= 2 * error(b, c)
+
+
+def compare(name: str, inputs: dict[str, Tensor], device: str, dtype: torch.dtype) -> None:
+    make = (MODELS | MODELS_OF_GPU)[name]
+    inputs = {key: t.to(device) for key, t in inputs.items()}
+    exact = logits_and_gradients(as_(build(make, device), "sdpa", torch.float64), inputs)
+    sdpa = logits_and_gradients(as_(build(make, device), "sdpa", dtype), inputs)
+    ours = logits_and_gradients(as_(build(make, device), integration.NAME, dtype), inputs)
+    assert_as_close_as_sdpa(ours, sdpa, exact)
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), cases(list(MODELS)))
+def test_logits_and_gradients(name: str, device: str, dtype: torch.dtype, calls) -> None:
+    compare(name, make_inputs(name, device), device, dtype)
+    assert calls
+    if name.startswith(("llama", "gemma")):
+        assert {k.shape[1] for _, k, _ in calls} == {1}, "kv_heads are kept"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("name", "device", "dtype"), cases(["llama64", "bert"]))
+def test_padded_batch(name: str, side: str, device: str, dtype: torch.dtype, calls) -> None:
+    inputs = {"input_ids": random_tokens(), "attention_mask": padding_mask(side)}
+    compare(name, inputs, device, dtype)
+    assert {k.shape[2] for _, k, _ in calls} == {TOKENS - 7, TOKENS, TOKENS - 1}
+
+
+def generate(model, inputs: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
+    """Greedily, with a cache: tokens, and the logits they are chosen from, in float64."""
+    result = model.generate(
+        **cast(inputs, model.dtype),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return result.sequences[:, -NEW_TOKENS:], torch.stack(result.logits, 1).double()
+
+
+def generation_error(model, exact, inputs: dict[str, Tensor]) -> tuple[Tensor, float]:
+    """The tokens, and the error of their logits, where the other model is given these tokens."""
+    tokens, logits = generate(model, inputs)
+    key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    longer = inputs | {key: torch.cat([inputs[key], tokens], 1)}
+    if "attention_mask" in inputs:
+        ones = torch.ones_like(tokens)
+        longer["attention_mask"] = torch.cat([inputs["attention_mask"], ones], 1)
+        # generate() counts positions from a sequence's first token
+        positions = longer["attention_mask"].cumsum(-1) - 1
+        longer["position_ids"] = positions.clamp(min=0)
+    with torch.no_grad():
+        expected = exact(**cast(longer, exact.dtype)).logits[:, -NEW_TOKENS - 1 : -1]
+    return tokens, error(logits, expected)
+
+
+@pytest.mark.parametrize("side", ["no padding", "left"])
+@pytest.mark.parametrize(("name", "device", "dtype"), cases(WITH_CACHE))
+def test_generation(name: str, side: str, device: str, dtype: torch.dtype, calls) -> None:
+    if name == "whisper" and side == "left":
+        pytest.skip("its decoder is given no padding")
+    make = (MODELS | MODELS_OF_GPU)[name]
+    inputs = make_inputs(name, device)
+    if side == "left":
+        inputs["attention_mask"] = padding_mask(side).to(device)
+    exact = as_(build(make, device), "sdpa", torch.float64)
+    expected, sdpa = generation_error(as_(build(make, device), "sdpa", dtype), exact, inputs)
+    assert not calls
+    model = as_(build(make, device), integration.NAME, dtype)
+    tokens, ours = generation_error(model, exact, inputs)
+    assert {q.shape[2] for q, _, _ in calls} >= {1, TOKENS}
+    assert ours <= 2 * sdpa
+    if dtype == torch.float32:
+        assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [ON_CPU, *ON_GPU])
+def test_queries_go_on_from_a_cache(device: str, dtype: torch.dtype, calls) -> None:
+    """Fewer queries than keys: the mask ends at the last of both, with padding and without."""
+    ids = random_tokens().to(device)
+    for mask in (None, padding_mask("left").to(device)):
+
+        def second_half(attention: str, dtype: torch.dtype, mask=mask) -> Tensor:
+            model = as_(build(llama, device), attention, dtype)
+            first = model(ids[:, :12], attention_mask=None if mask is None else mask[:, :12])
+            past = first.past_key_values
+            return model(ids[:, 12:], attention_mask=mask, past_key_values=past).logits.double()
+
+        exact = second_half("sdpa", torch.float64)
+        ours, sdpa = second_half(integration.NAME, dtype), second_half("sdpa", dtype)
+        assert error(ours, exact) <= 2 * error(sdpa, exact)
+    assert (TOKENS - 12, TOKENS) in {(q.shape[2], k.shape[2]) for q, k, _ in calls}
+
+
+def test_prefill_of_a_static_cache(calls) -> None:
+    """Its keys beyond the prompt are no keys yet. Decoding on it is SDPA's."""
+    inputs = make_inputs("llama64") | {"attention_mask": padding_mask("left")}
+    model = as_(build(llama), integration.NAME, torch.float32)
+    expected, _ = generate(model, inputs)
+    calls.clear()
+    with pytest.warns(UserWarning, match="a decoding step on a static cache") as told:
+        found, _ = generate(model, inputs, cache_implementation="static")
+    assert len(told) == 1
+    assert torch.equal(found, expected)
+    assert {(q.shape[2], k.shape[2]) for q, k, _ in calls} == {(n, n) for n in (13, 20, 19)}
+
+
+def wrong_scale(q, k, v, *, causal, softmax_scale):
+    return torch.ops.attention_worklog.forward(q, k, v, causal, 1.01 * softmax_scale, None)[0]
+
+
+def without_the_mask(q, k, v, *, causal, softmax_scale):
+    return torch.ops.attention_worklog.forward(q, k, v, False, softmax_scale, None)[0]
+
+
+def wrong_head(q, k, v, *, causal, softmax_scale):
+    k = k.roll(1, dims=1)
+    return torch.ops.attention_worklog.forward(q, k, v, causal, softmax_scale, None)[0]
+
+
+@pytest.mark.parametrize("wrong", [wrong_scale, without_the_mask, wrong_head])
+def test_a_wrong_attention_is_seen(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make():
+        return llama(num_attention_heads=4, num_key_value_heads=2)
+
+    monkeypatch.setitem(MODELS, "llama64", make)
+    compare("llama64", make_inputs("llama64"), *ON_CPU.values)
+    monkeypatch.setattr(integration, "attention", wrong)
+    with pytest.raises(AssertionError):
+        compare("llama64", make_inputs("llama64"), *ON_CPU.values)
+
+
+def ignore(mask, **given):
+    return None
+
+
+def one_key_more(mask, **given):
+    """Each sequence's keys begin one earlier."""
+    mask.segments = tuple(
+        integration.Segment(s.sequences, s.queries, slice(max(s.keys.start - 1, 0), s.keys.stop))
+        for s in mask.segments
+    )
+    return mask
+
+
+@pytest.mark.parametrize("wrong", [ignore, one_key_more])
+@pytest.mark.parametrize("name", ["llama64", "bert"])
+def test_a_wrong_padding_mask_is_seen(name: str, wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_mask(**given):
+        return wrong(integration.make_mask(**given), **given)
+
+    inputs = {"input_ids": random_tokens(), "attention_mask": padding_mask("left")}
+    transformers.AttentionMaskInterface.register(integration.NAME, make_mask)
+    with pytest.raises(AssertionError):
+        compare(name, inputs, *ON_CPU.values)
+
+
+def packed() -> dict[str, Tensor]:
+    positions = torch.arange(TOKENS).remainder(12).expand(3, -1)
+    return {"position_ids": positions, "use_cache": False}
+
+
+def with_holes() -> dict[str, Tensor]:
+    mask = padding_mask("left")
+    mask[1, 5] = 0
+    return {"attention_mask": mask}
+
+
+def own_mask() -> dict[str, Tensor]:
+    return {"attention_mask": torch.ones(3, 1, TOKENS, TOKENS, dtype=torch.bool).tril()}
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "options", "reason"),
+    [
+        (llama, torch.float32, with_holes(), "a sequence's padding mask has holes"),
+        (llama, torch.float32, packed(), "the mask is neither causal nor full"),
+        (llama, torch.float32, own_mask(), "the mask is the model's own"),
+        (llama, torch.float64, {}, "not torch.float64"),
+        (llama, torch.float32, {"output_attentions": True}, "output_attentions"),
+        (lambda: llama(20), torch.float32, {}, "head_dim, 8 to 256 in multiples of 8, not 20"),
+        (lambda: mistral(8), torch.float32, {}, "a window of 8 is shorter"),
+    ],
+    ids=["holes", "packed", "own mask", "float64", "output_attentions", "head_dim", "window"],
+)
+def test_what_falls_back(make, dtype: torch.dtype, options, reason: str, calls) -> None:
+    """Two layers and two passes, one warning, and SDPA's own bits."""
+    ids = random_tokens()
+    expected = as_(build(make), "sdpa", dtype)(ids, **options).logits
+    model = as_(build(make), integration.NAME, dtype)
+    with pytest.warns(UserWarning, match=integration.NAME) as told:
+        found = [model(ids, **options).logits for _ in range(2)]
+    assert all(torch.equal(logits, expected) for logits in found)
+    (warning,) = told
+    assert reason in str(warning.message)
+    assert not calls
+
+
+def test_dropout_falls_back_in_training_only(calls) -> None:
+    def logits(attention: str) -> Tensor:
+        model = as_(build(lambda: llama(attention_dropout=0.5)), attention, torch.float32).train()
+        torch.manual_seed(5)
+        return model(random_tokens(), attention_mask=padding_mask("left")).logits
+
+    with pytest.warns(
+        UserWarning, match=r"there is no dropout, and the model asks for 0\.5"
+    ) as told:
+        assert torch.equal(logits(integration.NAME), logits("sdpa"))
+    assert len(told) == 1
+    assert not calls
+    model = as_(build(lambda: llama(attention_dropout=0.5)), integration.NAME, torch.float32)
+    model(random_tokens())
+    assert len(calls) == 2
+
+
+def test_a_window_as_long_as_the_sequence_is_none(calls) -> None:
+    exact, sdpa, ours = (
+        as_(build(lambda: mistral(TOKENS)), attention, dtype)(random_tokens()).logits.double()
+        for attention, dtype in (
+            ("sdpa", torch.float64),
+            ("sdpa", torch.float32),
+            (integration.NAME, torch.float32),
+        )
+    )
+    assert error(ours, exact) <= 2 * error(sdpa, exact)
+    assert len(calls) == 2
+
+
+def test_a_sequence_without_tokens() -> None:
+    """SDPA gives 0 where there is no key."""
+    mask = padding_mask("left")
+    mask[2] = 0
+    for make in (llama, bert):
+        sdpa, ours = (
+            as_(build(make), attention, torch.float32)(random_tokens(), attention_mask=mask).logits
+            for attention in ("sdpa", integration.NAME)
+        )
+        torch.testing.assert_close(ours[mask.bool()], sdpa[mask.bool()])
+        assert ours.isfinite().all()
+
+
+def test_a_padding_mask_is_the_tensor_that_it_stands_for() -> None:
+    """Whatever operator reads it, it has the values of SDPA's mask."""
+    given = {"batch_size": 3, "q_length": TOKENS, "kv_length": TOKENS}
+    given |= {"attention_mask": padding_mask("left").bool()}
+    given |= {"mask_function": transformers.masking_utils.causal_mask_function}
+    mask = integration.make_mask(**given)
+    expected = transformers.masking_utils.sdpa_mask(**given)
+    assert isinstance(mask, integration.PaddingMask)
+    assert (mask.shape, mask.dtype, mask.device) == (expected.shape, torch.bool, expected.device)
+    assert mask.contiguous() is mask
+    for found in (mask & True, mask[:, :, :, :5].clone(), mask.float()):
+        assert type(found) is Tensor
+    assert torch.equal(mask, expected)
+    assert torch.equal(mask[:, :, 3:, :5], expected[:, :, 3:, :5])
+
+
+def test_torch_compile(calls) -> None:
+    """Without a mask the kernels are in the graph; a padding mask that is traced is SDPA's."""
+
+    def make():
+        return llama(num_hidden_layers=1)
+
+    ids, mask = random_tokens(), padding_mask("left")
+    expected = as_(build(make), "sdpa", torch.float32)(ids).logits
+    padded = as_(build(make), "sdpa", torch.float32)(ids, attention_mask=mask).logits
+    torch._dynamo.reset()
+    model = as_(build(make), integration.NAME, torch.float32)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    logits = compiled(ids).logits
+    torch.testing.assert_close(logits, expected)
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.warns(UserWarning, match="torch.compile traces it"):
+        found = compiled(ids, attention_mask=mask).logits
+    torch.testing.assert_close(found, padded)
+    # Without a cache, what is traced is the mask of sequences that could be packed into one.
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
+    torch._dynamo.reset()
+    calls.clear()
+    for layer in model.model.layers:  # the mask is made outside of what is compiled
+        layer.compile(backend="aot_eager")
+    found = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(found[mask.bool()], padded[mask.bool()])
+
+
+def test_what_sdpa_cannot_do_either() -> None:
+    sizes = {"num_attention_heads": 2, "hidden_size": 96, "head_dim": 64, **LLAMA_SIZES}
+    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes))
+    model.set_attn_implementation(integration.NAME)
+    message = (
+        "the model caps its logits, as neither attention_worklog nor sdpa can: load it with "
+        'attn_implementation="eager"'
+    )
+    with pytest.raises(UsageError) as raised:
+        model(random_tokens())
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.3.0"])
+def test_an_old_transformers(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", version)
+    with pytest.raises(UsageError) as raised:
+        integration.register()
+    assert str(raised.value) == (
+        f"register() needs transformers 5.4 or later, not {version}: "
+        "pip install 'transformers>=5.4'"
+    )
+
+
+def test_no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError) as raised:
+        integration.register()
+    assert str(raised.value) == (
+        "register() needs transformers, which cannot be imported (import of transformers halted; "
+        "None in sys.modules): pip install 'transformers>=5.4'"
+    )
