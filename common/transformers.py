@@ -120,7 +120,7 @@ def make_mask(
             beyond its end have none. None means tokens everywhere.
         local_size: of a window or a chunk that is part of mask_function.
         allow_is_causal_skip, allow_is_bidirectional_skip: mask_function is causal, or full, but
-            for local_size.
+            for local_size, and None may stand for it.
 
     Returns:
         None where all there is to know is whether the attention is causal, with the last query at
@@ -148,17 +148,21 @@ def make_mask(
         allow_is_bidirectional_skip=False,
         **options,
     )
-    is_plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
+    if local_size is None:
+        causal = mask_function is causal_mask_function
+        is_plain = causal or mask_function is bidirectional_mask_function
+    else:  # mask_function is a closure; nothing but a window lets its mask be skipped
+        causal = allow_is_causal_skip
+        is_plain = may_skip
     reads = isinstance(attention_mask, Tensor) or isinstance(q_offset, Tensor)
-    if torch.compiler.is_compiling() and (reads or not is_plain):
+    if torch.compiler.is_compiling() and (reads or not is_plain or not may_skip):
         return dense()
-    if local_size is None and not is_plain:
+    if not is_plain:
         return _explained(dense(), "the mask is neither causal nor full")
-    if not (allow_is_causal_skip or allow_is_bidirectional_skip):
-        is_static = isinstance(q_offset, Tensor)
-        what = "a decoding step on a static cache" if is_static else "the values of the mask"
-        return _explained(dense(), f"transformers asks for {what}")
-    causal = allow_is_causal_skip
+    if q_length == 1 and not may_skip:
+        # generate() makes it for a model that it has compiled, and only the GPU knows its length.
+        return _explained(dense(), "transformers asks for a mask to decode on a static cache")
     offset = int(q_offset) - kv_offset
     if local_size is not None and max(offset + q_length, kv_length) + kv_offset > local_size:
         return _explained(dense(), f"a window of {local_size} is shorter than the sequence")
@@ -167,7 +171,7 @@ def make_mask(
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length]
     if padding is None or padding.all():
-        if not causal or offset + q_length == kv_length:
+        if may_skip and (not causal or offset + q_length == kv_length):
             return None
         segments = _segments([(0, kv_length)] * batch_size, q_length, offset, causal)
     else:

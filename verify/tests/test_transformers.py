@@ -288,7 +288,7 @@ def test_prefill_of_a_static_cache(calls) -> None:
     model = as_(build(llama), integration.NAME, torch.float32)
     expected, _ = generate(model, inputs)
     calls.clear()
-    with pytest.warns(UserWarning, match="a decoding step on a static cache") as told:
+    with pytest.warns(UserWarning, match="to decode on a static cache") as told:
         found, _ = generate(model, inputs, cache_implementation="static")
     assert len(told) == 1
     assert torch.equal(found, expected)
