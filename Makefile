@@ -134,4 +134,4 @@ lint: $(READY)  ## steps/, ruff and clang-format, changing nothing
 
 clean:  ## remove what was built; .venv and profiles/ stay
 	rm -rf build .pytest_cache .ruff_cache
-	find common verify -name __pycache__ -prune -exec rm -rf {} +
+	find common examples verify -name __pycache__ -prune -exec rm -rf {} +

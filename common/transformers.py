@@ -300,6 +300,8 @@ def _refusal(
         )
     if key.shape != value.shape or query.shape[0] != key.shape[0]:
         return "q, k and v must have the same batch"
+    if any(t.stride(3) != 1 for t in (query, key, value)):
+        return "the last dimension of q, k and v must be contiguous"
     return None
 
 

@@ -103,7 +103,7 @@ def test_metadata(installed: Path) -> None:
     assert found["License-Expression"] == "MIT"
     needed = [line for line in found.get_all("Requires-Dist") if "extra ==" not in line]
     assert sorted(line.split(">=")[0] for line in needed) == ["numpy", "torch"]
-    assert set(found.get_all("Provides-Extra")) == {"gpu", "dev"}
+    assert set(found.get_all("Provides-Extra")) == {"gpu", "transformers", "dev"}
 
 
 def run_installed(
@@ -142,6 +142,19 @@ def test_it_runs_outside_of_the_repository(installed: Path, tmp_path: Path) -> N
     assert run_installed(installed, tmp_path, "-c", CALL, **elsewhere).stdout == ended.stdout
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == compiled
     assert set(tmp_path.iterdir()) == {home}
+
+
+def test_transformers_finds_it(installed: Path, tmp_path: Path) -> None:
+    """A module of that name within the package does not hide the library."""
+    pytest.importorskip("transformers")
+    code = """
+from attention_worklog.transformers import register
+register()
+import transformers
+print("attention_worklog" in transformers.AttentionInterface().valid_keys())
+"""
+    ended = run_installed(installed, tmp_path, "-c", code)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
 
 
 def test_it_has_no_commands(installed: Path, tmp_path: Path) -> None:

@@ -386,6 +386,38 @@ def test_what_falls_back(make, dtype: torch.dtype, options, reason: str, calls) 
     assert not calls
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda q, k, v: (q[:1], k, v), "the same batch"),
+        (lambda q, k, v: (q, k.mT.contiguous().mT, v), "must be contiguous"),
+        (lambda q, k, v: (q, k, v[..., :8]), r"one head_dim, .*, not 8, 64"),
+    ],
+    ids=["batch", "stride", "head_dim of v"],
+)
+def test_inputs_that_fall_back(change, reason: str, calls) -> None:
+    q, k, v = change(*torch.randn(3, 2, 2, 5, 64).unbind())
+    module = torch.nn.Module()
+    with pytest.warns(UserWarning, match=reason):
+        found, _ = integration.attention_forward(module, q, k, v, None, is_causal=False)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    assert torch.equal(found, expected)
+    assert not calls
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    """What is computed again has the same mask: the same bits."""
+    inputs = {"input_ids": random_tokens(), "attention_mask": padding_mask("left")}
+    model = as_(build(llama), integration.NAME, torch.float32)
+    expected = logits_and_gradients(model, inputs)
+    options = {"use_reentrant": reentrant}
+    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    found = logits_and_gradients(model, inputs)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_dropout_falls_back_in_training_only(calls) -> None:
     def logits(attention: str) -> Tensor:
         model = as_(build(lambda: llama(attention_dropout=0.5)), attention, torch.float32).train()
