@@ -29,7 +29,7 @@ class Operand:
     name: str
     axes: tuple[str, ...]
 
-    @property
+    @cached_property
     def strided(self) -> bool:
         return self.axes[-1] == "head_dim"
 

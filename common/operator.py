@@ -1,8 +1,8 @@
 """The operators behind attention(): torch.ops.attention_worklog.forward and .backward.
 
 torch.compile and CUDA graphs see one call each, whose fake gives the outputs' shapes and strides.
-A call looks up what its step and the compilation depend on, and computes the rest: in decoding
-each one has a key more than the one before.
+A call whose tensors lie as those of an earlier one is looked up. Otherwise what its step depends on
+is, and the rest is computed: in decoding each call has a key more than the one before.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from .cache import Cache
 from .catalog import STEPS_DIR, all_steps, find_step
 from .errors import UsageError
 from .operation import BACKWARD, FORWARD, SIZES, Operand, Operation
-from .runtime.backend import DTYPE_NAMES, Backend, Call, empty_outputs, specialization
-from .runtime.launch import Placement, check_alignment, placement_of, sizes_of, strides
+from .runtime.backend import DTYPE_NAMES, Backend, Call, Prepared, empty_outputs, specialization
+from .runtime.launch import check_alignment, sizes_of, strides
 from .step import Step
 
 MOST_ALIGNMENT = 64  # bytes: no step asks for rows aligned to more
+ADDRESS_BITS = MOST_ALIGNMENT - 1
 # Inputs that lie as whoever computed them left them, autograd or torch.vmap: where a step cannot
 # read one, it is copied. All others it must read where they are.
 COPIED = ("lse", "dout")
@@ -47,9 +48,10 @@ _library.define(
 forward = torch.ops.attention_worklog.forward.default
 backward = torch.ops.attention_worklog.backward.default
 
-# A step that is ready, the softmax_scale where none is given, and which inputs it takes copies of.
-_Prepared = tuple[Call, float, tuple[int, ...]]
+# By all that is given but the addresses: a call, the softmax_scale where none is given, and which
+# inputs the call takes copies of.
 _calls = Cache()
+_steps = Cache()  # by what a step and its compilation depend on: likewise, with what makes calls
 # Never removed: a backend owns the modules that it has loaded, and cached calls refer to them.
 # PyCUDA cannot unload them from a thread in which another context is current.
 _backends: dict[torch.device, Backend] = {}
@@ -74,25 +76,24 @@ def _forward(
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse; arguments and exceptions as in common.attention."""
-    inputs = q, k, v
-    placements = [placement_of(t) for t in inputs]
-    _validate_shapes(FORWARD, placements)
     # fmt: off
     key = (
-        step, backward_step, deterministic, causal, placements[0][1][3],
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, *_rows_of(inputs, placements),
+        step, backward_step, deterministic, causal,
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ADDRESS_BITS,
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
     )
     # fmt: on
     prepared = _calls.get(key)
     if prepared is None:
         if backward_step is not None:  # found wrong here, not somewhere in a backward pass
             _find(BACKWARD, backward_step, deterministic)
-        prepared = _calls.add(key, _prepare(FORWARD, inputs, causal, step, deterministic))
+        prepared = _calls.add(key, _prepare(FORWARD, (q, k, v), causal, step, deterministic))
     call, default_scale, _ = prepared
-    outputs = o, lse = empty_outputs(FORWARD, inputs)
-    placements += map(placement_of, outputs)
+    o, lse = empty_outputs(FORWARD, (q, k, v))
     scale = default_scale if softmax_scale is None else softmax_scale
-    call((*inputs, *outputs), placements, (scale,))
+    call((q, k, v, o, lse), (scale,))
     return o, lse
 
 
@@ -114,24 +115,23 @@ def _backward(
     have any strides. Other arguments and exceptions are as in common.attention.
     """
     inputs = (q, k, v, o, lse, dout)
-    placements = [placement_of(t) for t in inputs]
-    _validate_shapes(BACKWARD, placements)
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr()
     key = (
-        *(step, deterministic, causal, placements[0][1][3], lse.is_contiguous()),
-        *[(t.dtype, t.device) for t in inputs],
-        *_rows_of(inputs[:4], placements[:4]),
-        *_rows_of(inputs[5:], placements[5:]),
+        step,
+        deterministic,
+        causal,
+        addresses & ADDRESS_BITS,
+        dout.data_ptr() & ADDRESS_BITS,
+        *[(t.shape, t.stride(), t.dtype, t.device) for t in inputs],
     )
     call, default_scale, copied = _calls.get(key) or _calls.add(
         key, _prepare(BACKWARD, inputs, causal, step, deterministic)
     )
     if copied:
         inputs = tuple(_copy(t) if i in copied else t for i, t in enumerate(inputs))
-        placements = [placement_of(t) for t in inputs]
     outputs = empty_outputs(BACKWARD, inputs)
-    placements += map(placement_of, outputs)
     scale = default_scale if softmax_scale is None else softmax_scale
-    call((*inputs, *outputs), placements, (scale,))
+    call((*inputs, *outputs), (scale,))
     return outputs
 
 
@@ -143,7 +143,7 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
 def _fake(operation: Operation, *arguments) -> tuple[torch.Tensor, ...]:
     """Outputs without contents, for fake tensors and for the meta device."""
     inputs = _tensors(operation, arguments)
-    _validate_shapes(operation, [(0, t.shape, t.stride()) for t in inputs])
+    _validate_shapes(operation, inputs)
     _validate(operation, inputs)
     return empty_outputs(operation, inputs)
 
@@ -330,8 +330,51 @@ def _prepare(
     causal: bool,
     step: str | None,
     deterministic: bool,
-) -> _Prepared:
-    """Prepares the given step, or the highest one that can run these inputs."""
+) -> tuple[Call, float, tuple[int, ...]]:
+    """A call of the given step, or of the highest one that can run these inputs; the softmax_scale
+    where none is given; and which inputs it takes copies of.
+    """
+    _validate_shapes(operation, inputs)
+    key = (
+        *(operation.name, step, deterministic, causal, inputs[0].shape[3]),
+        *[t.dtype for t in inputs],
+        *[t.device for t in inputs],
+        *_rows_of(operation, inputs),
+    )
+    prepared, default_scale, copied = _steps.get(key) or _steps.add(
+        key, _choose(operation, inputs, causal, step, deterministic)
+    )
+    return prepared(sizes_of(inputs)), default_scale, copied
+
+
+def _rows_of(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """What a step must know of where rows begin and how they lie: the strides within rows; of the
+    inputs that it must read as they are the bytes that divide all rows' addresses, at most
+    MOST_ALIGNMENT; and the same of each of the others.
+    """
+    fixed, found = MOST_ALIGNMENT, []
+    for operand, t in zip(operation.inputs, inputs, strict=True):
+        if not operand.strided:
+            found.append(t.is_contiguous())
+            continue
+        batch, head, row = strides(t)
+        bits = t.data_ptr() | (batch | head | row) * t.itemsize
+        found.append(t.stride(3))
+        if operand.name in COPIED:
+            bits |= MOST_ALIGNMENT
+            found.append(bits & -bits)
+        else:
+            fixed |= bits
+    return fixed & -fixed, *found
+
+
+def _choose(
+    operation: Operation,
+    inputs: Sequence[torch.Tensor],
+    causal: bool,
+    step: str | None,
+    deterministic: bool,
+) -> tuple[Prepared, float, tuple[int, ...]]:
     _validate(operation, inputs)
     backend = _backend(inputs[0].device)
     if step is None:
@@ -339,31 +382,14 @@ def _prepare(
     else:
         chosen = _find(operation, step, deterministic)
     spec = specialization(inputs, causal)
-    call = backend.prepare(chosen, spec)
+    prepared = backend.prepare(chosen, spec)
     copied = _unreadable(operation, inputs, backend.descriptor(chosen, spec).alignment)
-    return call, spec.head_dim**-0.5, copied
+    return prepared, spec.head_dim**-0.5, copied
 
 
-def _rows_of(tensors: Sequence[torch.Tensor], placements: Sequence[Placement]) -> tuple[int, ...]:
-    """What a step must know of where rows begin and how they lie: the bytes that divide all their
-    addresses, at most MOST_ALIGNMENT, and the stride within those of each tensor.
-    """
-    itemsize = tensors[0].itemsize
-    bits, within = MOST_ALIGNMENT, []
-    for address, _, (batch, head, row, element) in placements:
-        bits |= address | (batch | head | row) * itemsize
-        within.append(element)
-    if bits % MOST_ALIGNMENT:  # perhaps by strides of axes of size 1, which have no meaning
-        bits = MOST_ALIGNMENT
-        for t in tensors:
-            batch, head, row = strides(t)
-            bits |= t.data_ptr() | (batch | head | row) * itemsize
-    return bits & -bits, *within
-
-
-def _validate_shapes(operation: Operation, placements: Sequence[Placement]) -> None:
-    """Raises UsageError unless the inputs' shapes fit together. Every call comes here."""
-    (_, q, _), (_, k, _), (_, v, _) = placements[:3]
+def _validate_shapes(operation: Operation, inputs: Sequence[torch.Tensor]) -> None:
+    """Raises UsageError unless the inputs' shapes fit together."""
+    q, k, v = [t.shape for t in inputs[:3]]
     _validate_shape("q", q)
     _validate_shape("k", k)
     if k != v:
@@ -373,13 +399,13 @@ def _validate_shapes(operation: Operation, placements: Sequence[Placement]) -> N
         raise UsageError(f"q {list(q)} and k {list(k)} must have the same batch and head_dim")
     if q[1] % k[1]:
         raise UsageError(f"heads ({q[1]}) must be a multiple of kv_heads ({k[1]})")
-    if len(placements) == 3:
+    if len(inputs) == 3:
         return
-    sizes = dict(zip(SIZES, sizes_of(placements), strict=True)) | {"head_dim": q[3]}
-    for operand, (_, given, _) in zip(operation.inputs[3:], placements[3:], strict=True):
+    sizes = dict(zip(SIZES, sizes_of(inputs), strict=True)) | {"head_dim": q[3]}
+    for operand, t in zip(operation.inputs[3:], inputs[3:], strict=True):
         shape = [sizes[axis] for axis in operand.axes]
-        if list(given) != shape:
-            raise UsageError(f"{operand.name} must be of shape {shape}, not {list(given)}")
+        if list(t.shape) != shape:
+            raise UsageError(f"{operand.name} must be of shape {shape}, not {list(t.shape)}")
 
 
 def _validate_shape(name: str, shape: Sequence[int]) -> None:

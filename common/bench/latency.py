@@ -36,7 +36,7 @@ from ..record_schema import CACHES, NAIVE, SDPA
 from ..records import LATENCY_FILE, PROFILES_DIR, SCHEMA, gpu_folder, host_hashes, write_record
 from ..runtime.backend import empty_outputs
 from ..runtime.gpu import GpuBackend
-from ..runtime.launch import placement_of
+from ..runtime.launch import sizes_of
 from ..step import Step
 from .device_state import device_state, git_state, versions
 from .peers import Peer, load
@@ -93,8 +93,8 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
         trial = try_call(call, case.operation, expected.outputs)
         require_right(name, trial.errors, case, expected)
     tensors = (*inputs, *empty_outputs(case.operation, inputs))
-    call = backend.prepare(step, case.specialization)
-    launch = partial(call, tensors, [placement_of(t) for t in tensors], [case.scale])
+    call = backend.prepare(step, case.specialization)(sizes_of(tensors))
+    launch = partial(call, tensors, [case.scale])
     before = device_state()
     device_ms = time_interleaved(
         calls | {step.name: launch}, rounds=ROUNDS, sleep_cycles=SLEEP_CYCLES

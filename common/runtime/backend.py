@@ -12,15 +12,18 @@ from ..errors import NotEnoughMemoryError
 from ..operation import Operation
 from ..problem import Specialization
 from ..step import Step
-from .launch import LaunchDescriptor, Placement
+from .launch import LaunchDescriptor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# A step ready for a specialization: a function of the tensors, in the order of the operation's
-# operands, of how each lies and of the scalars. Returns the bytes of the step's workspaces. Raises
+# A step ready for tensors that lie in one way: a function of the tensors, in the order of the
+# operation's operands, and of its scalars. Returns the bytes of the step's workspaces. Raises
 # UsageError where the step cannot read the tensors.
-Call = Callable[[Sequence[torch.Tensor], Sequence[Placement], Sequence[float]], list[torch.Tensor]]
+Call = Callable[[Sequence[torch.Tensor], Sequence[float]], list[torch.Tensor]]
+
+# A step ready for a specialization: makes a call for the sizes of a layout, in the order of SIZES.
+Prepared = Callable[[Sequence[int]], Call]
 
 
 class Backend(Protocol):
@@ -44,7 +47,7 @@ class Backend(Protocol):
     def descriptor(self, step: Step, spec: Specialization) -> LaunchDescriptor:
         """The launch descriptor in the compiled module."""
 
-    def prepare(self, step: Step, spec: Specialization) -> Call:
+    def prepare(self, step: Step, spec: Specialization) -> Prepared:
         """Raises UsageError where the step is refused."""
 
     def launch(

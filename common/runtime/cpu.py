@@ -29,7 +29,7 @@ import torch
 from ..operation import Operation
 from ..problem import Specialization
 from ..step import Step
-from .backend import Call, empty_outputs, not_enough_memory, specialization
+from .backend import Prepared, empty_outputs, not_enough_memory, specialization
 from .build import compile_cached, compiler_version, host_compiler
 from .launch import (
     LaunchDescriptor,
@@ -37,7 +37,6 @@ from .launch import (
     Plan,
     descriptor_type,
     params_type,
-    placement_of,
     read_plan,
     sizes_of,
 )
@@ -178,13 +177,13 @@ class CpuBackend:
         values = [scalars[name] for name in step.operation.scalars]
         return self._execute(step, tensors, values, causal, count_banks=False)[0]
 
-    def prepare(self, step: Step, spec: Specialization) -> Call:
+    def prepare(self, step: Step, spec: Specialization) -> Prepared:
         step.require(spec)
 
-        def call(tensors, placements, scalars) -> list[torch.Tensor]:
+        def call(tensors, scalars) -> list[torch.Tensor]:
             return self._execute(step, tensors, scalars, spec.causal, count_banks=False)[0]
 
-        return call
+        return lambda sizes: call
 
     def count_shared_accesses(
         self, step: Step, *inputs: torch.Tensor, causal: bool, **scalars: float
@@ -209,13 +208,12 @@ class CpuBackend:
         program = self.build(step, spec)
         descriptor = _read_descriptor(operation, program)
         plan = read_plan(descriptor, self.multiprocessors)
-        placements = [placement_of(t) for t in tensors]
-        sizes = sizes_of(placements)
+        sizes = sizes_of(tensors)
         workspace_bytes = [workspace.num_bytes(sizes) for workspace in plan.workspaces]
         encoders = map_encoders(CpuMapEncoder, step, descriptor, tensors[0].dtype)
         # The program fills its own addresses in: of each tensor, of its map, of each workspace.
         packer = Packer(step.name, operation, descriptor.alignment, encoders)
-        params = packer(tensors, placements, sizes, scalars, [])
+        params = packer(tensors, sizes, scalars, [])
         _check_launch(step, spec, plan)
         _check_memory(step, sum(workspace_bytes))
 

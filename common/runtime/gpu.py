@@ -7,25 +7,25 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from ..cache import Cache
 from ..errors import UsageError
 from ..problem import Specialization
 from ..step import Step
-from .backend import DTYPES, Call, not_enough_memory, specialization
+from .backend import DTYPES, Prepared, not_enough_memory, specialization
 from .build import Build, Resources, build_cubin, cubin_flags, nvcc, parse_resources
 from .driver import EarlyLaunch, bindings, call
 from .launch import (
     Kernel,
     LaunchDescriptor,
     Packer,
-    Placement,
     Plan,
     descriptor_type,
     params_type,
-    placement_of,
     read_plan,
     sizes_of,
 )
@@ -45,6 +45,10 @@ class _Launch:
     kernel: Kernel
     block: tuple[int, int, int]
 
+    def grid(self, sizes: Sequence[int]) -> tuple[int, int, int]:
+        """Filled up to whole clusters."""
+        return -(-self.kernel.blocks(sizes) // self.cluster) * self.cluster, 1, 1
+
 
 @dataclass(frozen=True)
 class _Module:
@@ -56,6 +60,19 @@ class _Module:
     packer: Packer
     launches: tuple[_Launch, ...]
     resources: dict[str, Resources]
+
+
+class _Layout:
+    """All of a call that follows from how its tensors lie: everything but their addresses."""
+
+    def __init__(self, module: _Module, sizes: Sequence[int]) -> None:
+        self.module = module
+        self.sizes = sizes
+        self.workspace_bytes = [each.num_bytes(sizes) for each in module.plan.workspaces]
+        self.launches = [
+            (each.start, each.gap, each.grid(sizes), each.block, each.kernel.smem_bytes)
+            for each in module.launches
+        ]
 
 
 class GpuBackend:
@@ -96,6 +113,7 @@ class GpuBackend:
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._modules: dict[tuple[Step, Specialization], _Module] = {}
         self._lock = threading.Lock()
+        self._params = Cache()  # the kernels' parameters as bytes
         self._streams: dict[int, tuple] = {}  # by the handle of torch's stream
         self._poison = poison
 
@@ -133,36 +151,36 @@ class GpuBackend:
         self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
     ) -> list[torch.Tensor]:
         """Launches the step on torch's current stream; returns before it has run."""
-        call = self.prepare(step, specialization(tensors, causal))
-        values = [scalars[name] for name in step.operation.scalars]
-        return call(tensors, [placement_of(t) for t in tensors], values)
+        call = self.prepare(step, specialization(tensors, causal))(sizes_of(tensors))
+        return call(tensors, [scalars[name] for name in step.operation.scalars])
 
-    def prepare(self, step: Step, spec: Specialization) -> Call:
+    def prepare(self, step: Step, spec: Specialization) -> Prepared:
         if reason := self.refusal(step, spec):
             raise UsageError(f"{step.name} {reason}")
         module = self._module(step, spec)
-
-        def call(tensors, placements, scalars) -> list[torch.Tensor]:
-            # A thread that torch works in has the context already.
-            if self._bindings.cuCtxGetCurrent()[1] == self._context_handle:
-                return self._call(module, tensors, placements, scalars)
-            with self._pushed_context():
-                return self._call(module, tensors, placements, scalars)
-
-        return call
+        return lambda sizes: partial(self._call, _Layout(module, sizes))
 
     def _call(
-        self,
-        module: _Module,
-        tensors: Sequence[torch.Tensor],
-        placements: Sequence[Placement],
-        scalars: Sequence[float],
+        self, layout: _Layout, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
     ) -> list[torch.Tensor]:
-        sizes = sizes_of(placements)
+        # A thread that torch works in has the context already.
+        if self._bindings.cuCtxGetCurrent()[1] == self._context_handle:
+            return self._call_in_context(layout, tensors, scalars)
+        with self._pushed_context():
+            return self._call_in_context(layout, tensors, scalars)
+
+    def _call_in_context(
+        self, layout: _Layout, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
+    ) -> list[torch.Tensor]:
         # Once freed, torch reuses it only for work later on the same stream.
-        workspace = self._allocate(module, sizes) if module.plan.workspaces else []
+        workspace = self._allocate(layout) if layout.workspace_bytes else []
         addresses = [part.data_ptr() for part in workspace]
-        self._launch(module, sizes, module.packer(tensors, placements, sizes, scalars, addresses))
+        key = (layout, *scalars, *addresses, *[t.data_ptr() for t in tensors])
+        params = self._params.get(key)
+        if params is None:
+            params = layout.module.packer(tensors, layout.sizes, scalars, addresses)
+            self._params.add(key, params)
+        self._launch(layout, params)
         return workspace
 
     @contextlib.contextmanager
@@ -173,7 +191,7 @@ class GpuBackend:
         finally:
             self._driver.Context.pop()
 
-    def _launch(self, module: _Module, sizes: Sequence[int], params: bytes) -> None:
+    def _launch(self, layout: _Layout, params: bytes) -> None:
         """Launches the kernels, in order with torch's current stream.
 
         PyCUDA launches only on streams of its own. torch's default stream is its None. For any
@@ -187,14 +205,10 @@ class GpuBackend:
             stream, beside = self._stream_beside(current)
             beside.wait_stream(current)
         try:
-            for launch in module.launches:
-                kernel = launch.kernel
-                blocks = -(-kernel.blocks(sizes) // launch.cluster) * launch.cluster
-                launch.start(
-                    (blocks, 1, 1), launch.block, launch.gap + params, kernel.smem_bytes, stream
-                )
+            for start, gap, grid, block, smem_bytes in layout.launches:
+                start(grid, block, gap + params, smem_bytes, stream)
         except self._driver.Error as error:
-            raise RuntimeError(f"{module.step.name} cannot be launched: {error}") from None
+            raise RuntimeError(f"{layout.module.step.name} cannot be launched: {error}") from None
         finally:
             if stream:
                 current.wait_stream(beside)
@@ -209,15 +223,15 @@ class GpuBackend:
                 self._streams[current.cuda_stream] = stream, beside
             return self._streams[current.cuda_stream]
 
-    def _allocate(self, module: _Module, sizes: Sequence[int]) -> list[torch.Tensor]:
-        num_bytes = [workspace.num_bytes(sizes) for workspace in module.plan.workspaces]
+    def _allocate(self, layout: _Layout) -> list[torch.Tensor]:
+        num_bytes = layout.workspace_bytes
         try:
             workspace = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in num_bytes]
         except torch.OutOfMemoryError:
             cached = torch.cuda.memory_reserved(self.device)
             cached -= torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + cached
-            raise not_enough_memory(module.step, sum(num_bytes), free) from None
+            raise not_enough_memory(layout.module.step, sum(num_bytes), free) from None
         if self._poison:
             for part in workspace:
                 part.fill_(POISON)

@@ -163,18 +163,10 @@ def read_plan(descriptor: LaunchDescriptor, multiprocessors: int) -> Plan:
     return Plan(kernels, workspaces)
 
 
-# Where a tensor lies and how: its address, shape and strides. A call asks each tensor only once.
-Placement = tuple[int, Sequence[int], Sequence[int]]
-
-
-def placement_of(t) -> Placement:
-    return t.data_ptr(), t.shape, t.stride()
-
-
-def sizes_of(placements: Sequence[Placement]) -> tuple[int, ...]:
+def sizes_of(tensors: Sequence) -> tuple[int, ...]:
     """The sizes of a call in the order of SIZES, from its q and k."""
-    batch, heads, seq_q, _ = placements[0][1]
-    _, kv_heads, seq_k, _ = placements[1][1]
+    batch, heads, seq_q, _ = tensors[0].shape
+    _, kv_heads, seq_k, _ = tensors[1].shape
     return batch, heads, kv_heads, seq_q, seq_k
 
 
@@ -240,7 +232,6 @@ class Packer:
     def __call__(
         self,
         tensors: Sequence,
-        placements: Sequence[Placement],
         sizes: Sequence[int],
         scalars: Sequence[float],
         workspace: Sequence[int],
@@ -249,16 +240,16 @@ class Packer:
 
         Raises UsageError where the step cannot take such tensors.
         """
-        addresses = [placement[0] for placement in placements]
+        addresses = [t.data_ptr() for t in tensors]
         addresses += workspace
         addresses += self._no_workspace[len(workspace) :]
         maps, all_strides = [], []
         for index, name, encode in self._strided:
-            key = index, placements[index]
+            t = tensors[index]
+            key = index, addresses[index], t.shape, t.stride()
             described = self._described.get(key)
             if described is None:
-                described = self._describe(name, tensors[index], encode)
-                self._described.add(key, described)
+                described = self._described.add(key, self._describe(name, t, encode))
             maps.append(described[0])
             all_strides.append(described[1])
         return self._format.pack(*maps, *addresses, *all_strides, *sizes, *scalars)

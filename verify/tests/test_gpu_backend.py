@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -19,7 +19,7 @@ from common.problem import Specialization
 from common.runtime import driver, gpu
 from common.runtime.build import Build, Resources
 from common.runtime.cpu import CpuBackend
-from common.runtime.launch import params_type, placement_of
+from common.runtime.launch import params_type, sizes_of
 from common.step import read_step
 
 CONTEXT = 7  # torch's
@@ -129,25 +129,21 @@ def tensors() -> tuple[torch.Tensor, ...]:
     return q, k, v, o, torch.zeros(1, 2, 9)
 
 
-def placements_of(tensors: Sequence[torch.Tensor]) -> list:
-    return [placement_of(t) for t in tensors]
-
-
 def test_a_repeated_call_encodes_nothing(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, SPEC)
-    call(tensors, placements_of(tensors), [0.5])
+    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
+    call(tensors, [0.5])
     assert fake.take() == ["encode"] * 4 + [None]  # maps of q, k, v and o
-    call(tensors, placements_of(tensors), [0.5])
+    call(tensors, [0.5])
     assert fake.take() == [None]
 
 
 @pytest.mark.parametrize("index", range(5))
 def test_another_address_is_packed(fake, tensors, index) -> None:
-    call = fake.backend.prepare(V11, SPEC)
-    call(tensors, placements_of(tensors), [0.5])
+    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
+    call(tensors, [0.5])
     others = [t.clone() if place == index else t for place, t in enumerate(tensors)]
-    call(others, placements_of(others), [0.5])
-    call(tensors, placements_of(tensors), [0.5])
+    call(others, [0.5])
+    call(tensors, [0.5])
     first, second, third = (event[1] for event in fake.events if isinstance(event, tuple))
     name = ("q", "k", "v", "o", "lse")[index]
     assert getattr(first, name) == getattr(third, name) == tensors[index].data_ptr()
@@ -156,30 +152,30 @@ def test_another_address_is_packed(fake, tensors, index) -> None:
 
 
 def test_another_scale_is_packed(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, SPEC)
+    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
     for scale in (0.5, 0.25, 0.5):
-        call(tensors, placements_of(tensors), [scale])
+        call(tensors, [scale])
     scales = [event[1].softmax_scale for event in fake.events if isinstance(event, tuple)]
     assert scales == [0.5, 0.25, 0.5]
 
 
 def test_a_growing_cache_is_prepared_once(fake, tensors, monkeypatch) -> None:
     """Of a call with a key more than the one before only what that changes is new."""
-    call = fake.backend.prepare(V11, SPEC)
+    prepared = fake.backend.prepare(V11, SPEC)
     q, k, v, o, lse = tensors
-    call(tensors, placements_of(tensors), [0.5])
+    prepared(sizes_of(tensors))(tensors, [0.5])
     fake.take()
     monkeypatch.setattr(fake.backend, "_load", None)
     for seq_k in (8, 7):
         shorter = q, k[:, :, :seq_k], v[:, :, :seq_k], o, lse
-        call(shorter, placements_of(shorter), [0.5])
+        prepared(sizes_of(shorter))(shorter, [0.5])
         assert fake.events[-1][1].seq_k == seq_k
         assert fake.take() == ["encode", "encode", None]  # maps of k and v
 
 
 def test_a_new_workspace_is_packed(fake, tensors) -> None:
-    call = fake.backend.prepare(V01, SPEC)
-    first, second = (call(tensors, placements_of(tensors), [0.5]) for _ in range(2))
+    call = fake.backend.prepare(V01, SPEC)(sizes_of(tensors))
+    first, second = (call(tensors, [0.5]) for _ in range(2))
     addresses = [[part.data_ptr() for part in workspace] for workspace in (first, second)]
     assert addresses[0] != addresses[1]
     launches = [event[1] for event in fake.events if isinstance(event, tuple)]
@@ -188,30 +184,30 @@ def test_a_new_workspace_is_packed(fake, tensors) -> None:
 
 
 def test_a_thread_in_another_context(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, SPEC)
-    call(tensors, placements_of(tensors), [0.5])
+    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
+    call(tensors, [0.5])
     fake.take()
     for fake.current_context in (0, CONTEXT + 1):
-        call(tensors, placements_of(tensors), [0.5])
+        call(tensors, [0.5])
         assert fake.take() == ["push", None, "pop"]
 
 
 def test_another_stream(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, SPEC)
-    call(tensors, placements_of(tensors), [0.5])
+    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
+    call(tensors, [0.5])
     fake.take()
     fake.stream.cuda_stream = 5
-    call(tensors, placements_of(tensors), [0.5])
+    call(tensors, [0.5])
     assert fake.take() == ["push", "new stream", "pop", "PyCUDA's waits", 11, "torch waits"]
-    call(tensors, placements_of(tensors), [0.5])
+    call(tensors, [0.5])
     assert fake.take() == ["PyCUDA's waits", 11, "torch waits"]
 
 
 def test_a_launch_that_fails_is_one_clear_line(fake, tensors) -> None:
     fake.fails, fake.stream.cuda_stream = True, 5
-    call = fake.backend.prepare(V11, SPEC)
+    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
     with pytest.raises(RuntimeError, match=rf"^{V11.name} cannot be launched: cuLaunchKernel"):
-        call(tensors, placements_of(tensors), [0.5])
+        call(tensors, [0.5])
     assert fake.take()[-1] == "torch waits"
 
 
@@ -227,11 +223,11 @@ def test_a_grid_is_filled_up_to_whole_clusters(fake, tensors) -> None:
 
 def test_a_step_reads_no_rows_off_its_alignment(fake, tensors) -> None:
     q, *others = tensors
-    call = fake.backend.prepare(V11, SPEC)
-    call(tensors, placements_of(tensors), [0.5])
+    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
+    call(tensors, [0.5])
     off = torch.zeros(1, 2, 9, 65, dtype=q.dtype)[..., :64]
     with pytest.raises(UsageError, match="v11 reads 16 bytes at a time, and the stride 585 of"):
-        call((off, *others), placements_of((off, *others)), [0.5])
+        call((off, *others), [0.5])
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from common.runtime.launch import (
     Packer,
     descriptor_type,
     params_type,
-    placement_of,
     sizes_of,
 )
 from verify.reference import oracle_of, yardstick_of
@@ -86,14 +85,13 @@ def test_flops_of_a_mask_are_those_of_the_visible_keys() -> None:
 def test_another_operation_is_packed() -> None:
     q, k, do = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 4, 3, 16)[..., :8]
     tensors = (q, k, do, torch.zeros(1, 4, 3), torch.zeros(1, 4, 3, 8))
-    placements = [placement_of(t) for t in tensors]
-    sizes = sizes_of(placements)
+    sizes = sizes_of(tensors)
     assert sizes == (1, 4, 2, 3, 5)
     assert str(specialization(tensors, causal=True)) == "d8_fp32_causal"
     asked = []
     encode = lambda *given: asked.append(given) or bytes(range(128))  # noqa: E731
     packer = Packer("x01", GRADIENT_OF_Q, 16, {"do": encode})
-    packed = packer(tensors, placements, sizes, (0.5, 0.25), [7])
+    packed = packer(tensors, sizes, (0.5, 0.25), [7])
     params = params_type(GRADIENT_OF_Q).from_buffer_copy(packed)
     assert len(packed) == ctypes.sizeof(params)
     assert asked == [(do.data_ptr(), do.shape, (0, 48, 16))]

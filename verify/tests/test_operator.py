@@ -256,9 +256,10 @@ def test_what_cannot_run_is_told_while_compiling() -> None:
 def prepared(monkeypatch) -> list:
     """The steps that are looked up."""
     steps = []
-    prepare = op._prepare
+    choose = op._choose
     monkeypatch.setattr(op, "_calls", cache.Cache())
-    monkeypatch.setattr(op, "_prepare", lambda *given: steps.append(given[3]) or prepare(*given))
+    monkeypatch.setattr(op, "_steps", cache.Cache())
+    monkeypatch.setattr(op, "_choose", lambda *given: steps.append(given[3]) or choose(*given))
     return steps
 
 
@@ -365,12 +366,13 @@ class FakeBackend:
         return LaunchDescriptor(alignment=1)
 
     def prepare(self, step, spec) -> Callable:
-        return lambda tensors, placements, scalars: tensors[3].fill_(id(self) % 251)
+        return lambda sizes: lambda tensors, scalars: tensors[3].fill_(id(self) % 251)
 
 
 @pytest.fixture
 def fake_backend(monkeypatch) -> type[FakeBackend]:
     monkeypatch.setattr(op, "_calls", cache.Cache())
+    monkeypatch.setattr(op, "_steps", cache.Cache())
     monkeypatch.setattr(op, "_backends", {})
     monkeypatch.setattr("common.runtime.cpu.CpuBackend", FakeBackend)
     monkeypatch.setattr(FakeBackend, "made", 0)
@@ -400,6 +402,7 @@ def test_a_backend_outlives_the_calls_that_are_kept(fake_backend, monkeypatch) -
     attention(q, k, v, causal=True)
     assert len(op._calls) == 1
     op._calls.clear()
+    op._steps.clear()
     gc.collect()
     assert backend() is not None
     attention(q, k, v)
