@@ -20,7 +20,7 @@ from torch.autograd.function import _SingleLevelFunction
 from .cache import Cache
 from .catalog import STEPS_DIR, all_steps, find_step
 from .errors import UsageError
-from .operation import BACKWARD, FORWARD, SIZES, Operand, Operation
+from .operation import BACKWARD, FORWARD, OPERATIONS, SIZES, Operand, Operation
 from .runtime.backend import DTYPE_NAMES, Backend, Call, Prepared, empty_outputs, specialization
 from .runtime.launch import check_alignment, sizes_of, strides
 from .step import Step
@@ -28,8 +28,13 @@ from .step import Step
 MOST_ALIGNMENT = 64  # bytes: no step asks for rows aligned to more
 ADDRESS_BITS = MOST_ALIGNMENT - 1
 # Inputs that lie as whoever computed them left them, autograd or torch.vmap: where a step cannot
-# read one, it is copied. All others it must read where they are.
+# read one, it is copied. All others, which come first, it must read where they are.
 COPIED = ("lse", "dout")
+
+_NUM_FIXED = {
+    operation.name: sum(operand.name not in COPIED for operand in operation.inputs)
+    for operation in OPERATIONS.values()
+}
 
 # Not torch.library.custom_op: a call of that takes several times as long, because it goes through
 # Python twice more, for gradients and for aliases.
@@ -335,37 +340,34 @@ def _prepare(
     where none is given; and which inputs it takes copies of.
     """
     _validate_shapes(operation, inputs)
-    key = (
-        *(operation.name, step, deterministic, causal, inputs[0].shape[3]),
-        *[t.dtype for t in inputs],
-        *[t.device for t in inputs],
-        *_rows_of(operation, inputs),
-    )
+    key = [operation.name, step, deterministic, causal, inputs[0].shape[3]]
+    for t in inputs:
+        key += t.dtype, t.device
+    count = _NUM_FIXED[operation.name]
+    key.append(_alignment(inputs[:count]))
+    for t in inputs[:count]:
+        key.append(t.stride(3))
+    for operand, t in zip(operation.inputs[count:], inputs[count:], strict=True):
+        key += (_alignment([t]), t.stride(3)) if operand.strided else (t.is_contiguous(),)
+    key = tuple(key)
     prepared, default_scale, copied = _steps.get(key) or _steps.add(
         key, _choose(operation, inputs, causal, step, deterministic)
     )
     return prepared(sizes_of(inputs)), default_scale, copied
 
 
-def _rows_of(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """What a step must know of where rows begin and how they lie: the strides within rows; of the
-    inputs that it must read as they are the bytes that divide all rows' addresses, at most
-    MOST_ALIGNMENT; and the same of each of the others.
-    """
-    fixed, found = MOST_ALIGNMENT, []
-    for operand, t in zip(operation.inputs, inputs, strict=True):
-        if not operand.strided:
-            found.append(t.is_contiguous())
-            continue
-        batch, head, row = strides(t)
-        bits = t.data_ptr() | (batch | head | row) * t.itemsize
-        found.append(t.stride(3))
-        if operand.name in COPIED:
-            bits |= MOST_ALIGNMENT
-            found.append(bits & -bits)
-        else:
-            fixed |= bits
-    return fixed & -fixed, *found
+def _alignment(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes that divide the addresses of all rows, at most MOST_ALIGNMENT."""
+    bits = MOST_ALIGNMENT
+    for t in tensors:
+        batch, head, row, _ = t.stride()
+        bits |= t.data_ptr() | (batch | head | row) * t.itemsize
+    if bits % MOST_ALIGNMENT:  # perhaps by strides of axes of size 1, which have no meaning
+        bits = MOST_ALIGNMENT
+        for t in tensors:
+            batch, head, row = strides(t)
+            bits |= t.data_ptr() | (batch | head | row) * t.itemsize
+    return bits & -bits
 
 
 def _choose(

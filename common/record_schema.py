@@ -21,7 +21,12 @@ OURS = "ours"  # attention(), beside its peers
 WORKLOADS = ("layer", "gpt", "llama")  # that the speed of training is measured on
 SDPA = "sdpa"  # torch's scaled_dot_product_attention, with the backend of its choice
 TRAININGS = (OURS, SDPA)
-CACHES = ("sliced", "concatenated", "fixed")  # of keys and values: how a call of decoding gets them
+CACHES = (
+    "sliced",
+    "concatenated",
+    "layered",
+    "fixed",
+)  # of keys and values: how a call of decoding gets them
 NAIVE = "sdpa_math"  # of the peers, torch's unfused code, which holds all scores
 FA3 = "flash_attention_3"  # of the peers, the one whose speed others are shares of
 FA3_DETERMINISTIC = "flash_attention_3_deterministic"  # its backward with the sums in one order

@@ -16,7 +16,7 @@ decoding   one query on a cache that has a key more at each call: the numbers of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -47,15 +47,15 @@ WITHOUT = (NAIVE,)  # several kernels: nobody would choose it for small calls
 ROUNDS = 100
 # Calls that the host makes before it waits: fewer than the device's launch queue holds.
 BURSTS, CALLS = 10, 20
-FIRST_KEYS = 512  # of decoding
+FIRST_KEYS, LAYERS = 512, 32  # of decoding
 
 CELLS = tuple(Case.of(name, problem) for name, problem in LATENCY.items())
 DECODED = Case.of(
     "decoding", Problem(Shape(1, 16, 16, 1, FIRST_KEYS + (1 + BURSTS) * CALLS, 128), "bf16")
 )
-# How the keys and values of a call lie: in one buffer for the longest; or as torch.cat made them;
-# and always the same ones, to compare with.
-SLICED, CONCATENATED, FIXED = CACHES
+# How the keys and values of a call lie: in one buffer for the longest; as torch.cat made them; in
+# the buffers of LAYERS layers, which take turns; and always the same ones, to compare with.
+SLICED, CONCATENATED, LAYERED, FIXED = CACHES
 
 
 def measure_latency() -> Path:
@@ -121,11 +121,19 @@ def measure_decoding(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
         trial = try_call(partial(call, q, k, v), DECODED.operation, expected.outputs)
         require_right(name, trial.errors, DECODED, expected)
     fixed = k[:, :, :FIRST_KEYS], v[:, :, :FIRST_KEYS]
+    layers = [(k.clone(), v.clone()) for _ in range(LAYERS)]
+
+    def layered() -> Iterator[tuple[torch.Tensor, ...]]:
+        for n in lengths:
+            for layer_k, layer_v in layers:
+                yield q, layer_k[:, :, :n], layer_v[:, :, :n]
+
     # Made one by one, as in a model: their Python objects are as fresh, and the allocator gives the
     # memory of earlier ones again.
     caches = {
         SLICED: lambda: ((q, k[:, :, :n], v[:, :, :n]) for n in lengths),
         CONCATENATED: lambda: ((q, k[:, :, :n].clone(), v[:, :, :n].clone()) for n in lengths),
+        LAYERED: layered,
         FIXED: lambda: repeat((q, *fixed)),
     }
     return {

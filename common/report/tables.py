@@ -374,6 +374,7 @@ def pictures(record_set: RecordSet) -> str:
 _CACHES = {
     "sliced": "a key more, of a buffer for all",
     "concatenated": "a key more, in new tensors",
+    "layered": "a key more in each of 32 layers",
     "fixed": "the same keys again",
 }
 

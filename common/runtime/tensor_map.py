@@ -58,16 +58,15 @@ class MapEncoder:
 
     def __call__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
         """The bits of the map; strides are those of batch, head and row, in elements."""
-        batch, head, row = strides
-        byte_strides = [stride * self._dtype.itemsize for stride in (row, head, batch)]
-        if max(byte_strides) >= MAX_STRIDE:
+        batch, head, row = (stride * self._dtype.itemsize for stride in strides)
+        if batch >= MAX_STRIDE or head >= MAX_STRIDE or row >= MAX_STRIDE:
             raise UsageError(
                 f"{self._step_name} copies {self._name} by a tensor map, whose strides are below "
-                f"2^40 bytes, and {self._name} has one of {max(byte_strides)}: pass "
+                f"2^40 bytes, and {self._name} has one of {max(batch, head, row)}: pass "
                 f"{self._name}.contiguous()"
             )
         batches, heads, rows, columns = shape
-        return self._encode(address, (columns, rows, heads, batches), byte_strides)
+        return self._encode(address, (columns, rows, heads, batches), [row, head, batch])
 
     def _encode(self, address: int, sizes: tuple[int, ...], byte_strides: list[int]) -> bytes:
         """sizes and strides are those of the innermost axis first; its own stride is left out."""

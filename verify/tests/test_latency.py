@@ -101,6 +101,7 @@ def test_what_decodes_gets_a_key_more_at_each_call(monkeypatch):
 
     monkeypatch.setattr(latency, "time_host", time_host)
     monkeypatch.setattr(latency, "FIRST_KEYS", 3)
+    monkeypatch.setattr(latency, "LAYERS", 2)
     monkeypatch.setattr(latency, "DECODED", SHORT)
     monkeypatch.setattr(latency, "BURSTS", 1)
     monkeypatch.setattr(latency, "CALLS", 2)
@@ -110,11 +111,13 @@ def test_what_decodes_gets_a_key_more_at_each_call(monkeypatch):
     assert find_error(record, LATENCY_RECORD) is None
     assert decoding["keys"] == [3, 6]
     ours, sdpa = asked.values()
-    for sliced, concatenated, fixed in (ours, sdpa):
+    for sliced, concatenated, layered, fixed in (ours, sdpa):
         assert [k.shape[2] for _, k, _ in sliced] == [3, 4, 5, 6]
         assert len({k.data_ptr() for _, k, _ in sliced}) == 1
         assert len({k.data_ptr() for _, k, _ in concatenated}) == 4
         assert all(map(torch.equal, (k for _, k, _ in sliced), (k for _, k, _ in concatenated)))
+        assert [k.shape[2] for _, k, _ in layered] == [3, 3, 4, 4]
+        assert len({k.data_ptr() for _, k, _ in layered}) == 2
         assert [k.shape[2] for _, k, _ in fixed] == [3] * 4
 
 
