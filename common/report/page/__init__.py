@@ -15,7 +15,7 @@ from ...errors import UsageError
 from ...operation import OPERATIONS
 from ..diagrams.svg import COLORS, DARK, LIGHT, NONE
 from ..record_set import RecordSet
-from . import banks, bet, explorer, fragments, ladder, pictures, pipelines, softmax
+from . import banks, bet, explorer, fragments, ladder, pictures, pipelines, softmax, tiles
 from .section import WEB
 
 VENDOR = Path(__file__).parent / "vendor"
@@ -39,6 +39,7 @@ def render_page(record_sets: Sequence[RecordSet], worklog: str, figures: Mapping
         softmax.section(),
         banks.section(),
         fragments.section(),
+        tiles.section(),
         bet.section(record_sets[0]),
         pipelines.section(record_sets[0]),
         pictures.section(record_sets[0]),
