@@ -246,6 +246,20 @@ def test_events_are_stepped_through(open_page) -> None:
     assert f"At clock {first:.0f}" in page.locator("#pipelines .now").text_content()
 
 
+def test_a_step_changes_only_what_it_is_about(open_page) -> None:
+    """What a live region repeats, a screen reader repeats."""
+    page = open_page()
+    cells = page.locator("#pipelines .now td")
+    before = cells.all_text_contents()
+    cells.evaluate_all("(cells) => cells.forEach((cell) => (cell.firstChild.kept = true))")
+    press(page, "Next event")
+    after = cells.all_text_contents()
+    kept = cells.evaluate_all("(cells) => cells.map((cell) => cell.firstChild.kept ?? false)")
+    assert kept == [old == new for old, new in zip(before, after, strict=True)]
+    assert any(kept)
+    assert not all(kept)
+
+
 def test_it_plays_and_pauses(open_page) -> None:
     page = open_page(reduced_motion="no-preference")
     now = page.locator("#pipelines .now")
