@@ -147,7 +147,7 @@ worklog.sections.explorer = (root, boards) => {
         return {
             label: `Ratio to the fastest peer in ${cells.length} cells, from ${d3.min(cells, (each) => each.ratio).toFixed(3)} to ${d3.max(cells, (each) => each.ratio).toFixed(3)}`,
             height: 16 * rows.length + 60,
-            marginLeft: narrow ? 170 : 230,
+            marginLeft: narrow ? 170 : 270,
             r: { type: "identity" },
             symbol: { domain: ["circle", "triangle"], range: ["circle", "triangle"] },
             x: { label: "over the fastest peer; triangles: causal", grid: true, nice: true },
