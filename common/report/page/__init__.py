@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from ...errors import UsageError
 from ...operation import OPERATIONS
+from .. import rows
 from ..diagrams.svg import COLORS, DARK, LIGHT, NONE
 from ..record_set import RecordSet
 from . import banks, bet, explorer, fragments, ladder, pictures, pipelines, softmax, tiles
@@ -48,6 +50,7 @@ def render_page(record_sets: Sequence[RecordSet], worklog: str, figures: Mapping
     page = _fill(
         (WEB / "page.html").read_text(encoding="utf-8"),
         styles="\n".join([_palette(), *_texts("css")]),
+        summary=_summary(record_sets[0]),
         contents="\n".join(f'<li><a href="#{each.id}">{each.title}</a></li>' for each in sections),
         sections="\n".join(each.html for each in sections),
         data=_embedded_json({each.id: each.data for each in sections}),
@@ -57,6 +60,25 @@ def render_page(record_sets: Sequence[RecordSet], worklog: str, figures: Mapping
     if (size := len(page.encode())) > MAX_BYTES:
         raise UsageError(f"docs/index.html would have {size} bytes: it may have {MAX_BYTES}")
     return page
+
+
+def _summary(record_set: RecordSet) -> str:
+    """The fastest step of each ladder, beside FlashAttention-3."""
+    terms = []
+    for operation in OPERATIONS.values():
+        ladder_ = record_set.of(operation)
+        measured = [row for row in rows.steps(ladder_) if "tflops" in row]
+        if not measured:
+            continue
+        fastest = max(measured, key=itemgetter("tflops"))
+        share = fastest["fa3_share"]
+        told = f", {share:.2f} × FlashAttention-3" if share else ""
+        stale = ", of an earlier source" if fastest["stale"] else ""
+        terms.append(
+            f"<div><dt>{operation.name}, {fastest['name']} on the {ladder_.newest['device']}{stale}"
+            f"</dt><dd>{fastest['tflops']:.0f} TFLOP/s{told}</dd></div>"
+        )
+    return f'<dl class="numbers">{"".join(terms)}</dl>' if terms else ""
 
 
 def _fill(template: str, **parts: str) -> str:

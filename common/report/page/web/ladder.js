@@ -3,18 +3,34 @@ worklog.sections.ladder = (root, data) => {
     root.dataset.current = steps[0];
     const isCurrent = (step) => step.name === root.dataset.current;
 
+    // Of peers whose names would stand on one another only the fastest one's is shown.
+    const named = [];
+    for (const peer of d3.sort(data.peers, (p) => -p.tflops)) {
+        if (!named.length || named.at(-1).tflops > 1.35 * peer.tflops) named.push(peer);
+    }
+
     const redraw = worklog.plot(
         root.querySelector(".chart"),
         (width) => ({
             label:
                 `TFLOP/s of ${data.steps.map((s) => `${s.name}: ${s.tflops.toPrecision(3)}`).join(", ")}; ` +
                 data.peers.map((p) => `${p.name}: ${p.tflops.toPrecision(3)}`).join(", "),
-            height: width < 500 ? 150 : 260,
+            height: matchMedia("(min-width: 64rem)").matches ? 320 : 150, // beside the steps, or above them
             marginLeft: 36,
             x: { domain: steps, label: null },
             y: { type: "log", label: "TFLOP/s", grid: true, ticks: 4, tickFormat: "~g" },
             marks: [
                 Plot.ruleY(data.peers, { y: "tflops", stroke: "var(--mark0)", strokeOpacity: 0.7 }),
+                Plot.text(named, {
+                    y: "tflops",
+                    text: "name",
+                    frameAnchor: "left",
+                    textAnchor: "start",
+                    dx: 4,
+                    dy: -6,
+                    fill: "var(--ink)",
+                    stroke: "var(--page)",
+                }),
                 Plot.lineY(data.steps, { x: "name", y: "tflops", stroke: "var(--ramp5)" }),
                 Plot.dot(data.steps, {
                     x: "name",
