@@ -21,13 +21,14 @@ config = LlamaConfig(
     num_hidden_layers=layers,
     num_attention_heads=heads,
     num_key_value_heads=heads // 4,
+    max_position_embeddings=2 * tokens,
 )
 
 register()
 model = AutoModelForCausalLM.from_config(config, attn_implementation="attention_worklog")
 model.to(device, dtype)
 
-prompt = torch.randint(config.vocab_size, (2, tokens), device=device)
+prompt = torch.randint(1, config.vocab_size, (2, tokens), device=device)  # 0 would be padding
 generated = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
 print("generated:", generated[:, tokens:].tolist())
 
