@@ -538,6 +538,7 @@ def found(monkeypatch) -> Iterator[list]:
     """The steps that are chosen in turn: their names."""
     names: list[str] = []
     monkeypatch.setattr(op, "_calls", cache.Cache())
+    monkeypatch.setattr(op, "_steps", cache.Cache())
     for name, get in (("highest_step", op.highest_step), ("_find", op._find)):
 
         def spy(*given, get=get):
@@ -611,6 +612,7 @@ def test_a_step_for_repeated_bits_is_taken_only_for_them(found, monkeypatch) -> 
 
 def test_where_no_step_repeats_its_bits(monkeypatch) -> None:
     monkeypatch.setattr(op, "_calls", cache.Cache())
+    monkeypatch.setattr(op, "_steps", cache.Cache())
     inputs = make_inputs()
     o = attention(*inputs, deterministic=True)
     steps = [replace(step, unordered=("dq", "dk")) for step in BACKWARD_STEPS]
@@ -633,6 +635,7 @@ def test_a_pinned_step_that_cannot_take_the_inputs(monkeypatch) -> None:
     step = BACKWARD_STEPS[0]
     limited = replace(step, limits=replace(step.limits, dtypes=("bf16",)))
     monkeypatch.setattr(op, "_calls", cache.Cache())
+    monkeypatch.setattr(op, "_steps", cache.Cache())
     monkeypatch.setattr(op, "find_step", lambda name: limited)
     o = attention(*make_inputs(), backward_step="b01")
     with pytest.raises(UsageError, match=r"^b01 takes bf16, not fp32$"):
