@@ -10,7 +10,7 @@ from torch.nn import functional
 if torch.cuda.is_available():
     device, width, heads, layers, batch, context, steps = "cuda", 512, 8, 6, 16, 1024, 300
 else:
-    device, width, heads, layers, batch, context, steps = "cpu", 64, 1, 1, 4, 32, 18
+    device, width, heads, layers, batch, context, steps = "cpu", 64, 1, 1, 4, 32, 36
 
 
 class Block(nn.Module):
