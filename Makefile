@@ -108,7 +108,7 @@ bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the e
 profile: $(READY)  ## N=4, N="4 5": registers, instructions and bank conflicts of these steps; on a GPU also ncu's counters and, of v09 to v11, b06 and b08, a timeline
 	$(PY) -m common profile $(N)
 
-pictures: $(READY)  ## what heads look at, and what steps err, in N="12 b08" or those that attention() takes; recorded on a GPU
+pictures: $(READY)  ## what heads look at, and what the steps err that attention() takes; recorded on a GPU; N="10 b06": other steps, only drawn
 	$(PY) -m common pictures $(N)
 
 train: $(READY)  ## on a GPU, in minutes: train a GPT on attention() and on torch's SDPA; without one, some steps of a tiny one

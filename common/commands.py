@@ -21,6 +21,7 @@ from .problem import COUNTED
 from .record_schema import EXPERIMENT_RECORD, RECORD
 from .records import (
     HEADLINE_GPU,
+    PICTURES_FILE,
     PROFILES_DIR,
     gpu_folder,
     is_stale,
@@ -29,10 +30,9 @@ from .records import (
     write_record,
 )
 from .report import tables, terminal
-from .report.diagrams.svg import files
 from .report.markdown import regenerate
-from .report.pictures_plot import draw_pictures
-from .report.record_set import RecordSet, Whole, load_record_set
+from .report.plots import render_plots
+from .report.record_set import RecordSet, load_record_set
 from .runtime.cpu import CpuBackend
 from .runtime.gpu import GpuBackend
 from .step import Step
@@ -165,22 +165,28 @@ def bench_training() -> int:
 
 
 def pictures(names: Sequence[str]) -> int:
-    """Records what heads look at and what attention() errs; without a GPU only draws it."""
+    """Records what heads look at and what attention() errs there.
+
+    Without a GPU, or of other steps than attention() takes, it goes into build/pictures/ instead.
+    """
     from .bench.pictures import chosen_steps, measure_pictures, record_pictures
 
-    if torch.cuda.is_available():
-        backend = GpuBackend()
-        record_set = _after_recording(record_pictures(backend, chosen_steps(backend, names)))
-        print(tables.pictures(record_set))
+    on_gpu = torch.cuda.is_available()
+    backend = GpuBackend() if on_gpu else CpuBackend()
+    steps = chosen_steps(backend, names)
+    if on_gpu and steps == chosen_steps(backend, []):
+        print(tables.pictures(_after_recording(record_pictures(backend, steps))))
         _report_regenerated()
         return 0
-    backend = CpuBackend()
-    steps = chosen_steps(backend, names)
-    record = {"device": "SIMT runtime", **measure_pictures(backend, steps)}
-    for name, svg in files({"pictures": draw_pictures(Whole(record, stale=False))}).items():
-        write_atomically(BUILD_DIR / "pictures" / name, svg)
-        print(f"drew {(BUILD_DIR / 'pictures' / name).relative_to(ROOT)}")
-    print("Nothing is recorded, as there is no CUDA device: the SIMT runtime computed it.")
+    device = torch.cuda.get_device_name() if on_gpu else "SIMT runtime"
+    folder = BUILD_DIR / "pictures"
+    write_record(folder / PICTURES_FILE, {"device": device, **measure_pictures(backend, steps)})
+    record_set = load_record_set(folder, ROOT)
+    for name, svg in render_plots(record_set).items():
+        write_atomically(folder / name, svg)
+        print(f"drew {(folder / name).relative_to(ROOT)}")
+    obstacle = "attention() takes other steps here" if on_gpu else "there is no CUDA device"
+    print(f"{tables.pictures(record_set)}\n\nNothing is recorded in profiles/, as {obstacle}.")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 The modules of common/bench/ say what the keys mean. A form is a type, a tuple of types, a
 predicate, a dict of forms by key, a list with the form of its items, AnyOf several, or, where it
-depends on what a step computes, ByOperation.
+depends on what a step computes, ByOperation, or on how large a map is, ByCells.
 """
 
 from __future__ import annotations
@@ -47,6 +47,17 @@ class ByOperation:
         return self.build(operation_of(_first_step(record)))
 
 
+@dataclass(frozen=True)
+class ByCells:
+    """The form of a record of square maps; "cells" tells how many rows and columns they have."""
+
+    build: Callable[[int], dict]
+
+    def of(self, record: object) -> dict:
+        cells = record.get("cells") if isinstance(record, dict) else None
+        return self.build(cells if _count(cells) else 1)
+
+
 def _first_step(record: object) -> str:
     """The name of the step, or of the first of the steps, that a record is of; "" for none."""
     if not isinstance(record, dict):
@@ -59,6 +70,10 @@ def _first_step(record: object) -> str:
 
 def _positive(value: object) -> bool:
     return _is(value, NUMBER) and 0 < value < math.inf
+
+
+def _not_negative(value: object) -> bool:
+    return _is(value, NUMBER) and 0 <= value < math.inf
 
 
 def _count(value: object) -> bool:
@@ -77,6 +92,11 @@ def _is(value: object, form: type | tuple[type, ...]) -> bool:
 def _some(form: object) -> Callable[[object], bool]:
     """Not empty, and of that form."""
     return lambda value: bool(value) and find_error(value, form) is None
+
+
+def _many(count: int, form: object) -> Callable[[object], bool]:
+    """A list of so many items of that form."""
+    return lambda value: find_error(value, [form]) is None and len(value) == count
 
 
 def _compiled(value: object) -> bool:
@@ -183,7 +203,7 @@ def _step_record(operation: Operation) -> dict:
     return {**form, "baseline": AnyOf([type(None), form["baseline"]])}
 
 
-Form = dict | ByOperation  # of a whole record
+Form = dict | ByOperation | ByCells  # of a whole record
 RECORD = ByOperation(_step_record)
 EXPERIMENT_RECORD = ByOperation(_experiment_record)
 STATIC_RECORD = {
@@ -284,26 +304,33 @@ LATENCY_RECORD = {
     "decoding": {"keys": [_count], "host_us": dict.fromkeys(CACHES, _SAMPLES)},
 }
 
-_HEAD_ERRORS = {
-    who: {**dict.fromkeys(("median", "maximum", "nrmse"), NUMBER), "groups": _some([NUMBER])}
-    for who in TRAININGS
-}
-_HEAD = {
-    "name": str,
-    "causal": bool,
-    "seq": _count,
-    "head_dim": _count,
-    "map": _some([[int]]),
-    "errors": dict.fromkeys(("o", "dq", "dk", "dv"), _HEAD_ERRORS),
-}
-PICTURES_RECORD = {
-    "device": str,
-    "dtype": str,
-    "sources": _forward_and_backward,
-    "trained": AnyOf([str, type(None)]),
-    "cells": _count,
-    "heads": _some([_HEAD]),
-}
+
+def _pictures_record(cells: int) -> dict:
+    """Of heads with a map of as many rows and columns, and errors of as many groups."""
+    errors = {
+        **dict.fromkeys(("median", "maximum", "nrmse"), _not_negative),
+        "groups": _many(cells, _not_negative),
+    }
+    by_who = dict.fromkeys(TRAININGS, errors)
+    head = {
+        "name": str,
+        "causal": bool,
+        "seq": lambda value: _count(value) and value % cells == 0,
+        "head_dim": _count,
+        "map": _many(cells, _many(cells, lambda value: _is(value, int) and value >= 0)),
+        "errors": dict.fromkeys(("o", "dq", "dk", "dv"), by_who),
+    }
+    return {
+        "cells": _count,
+        "device": str,
+        "dtype": str,
+        "sources": _forward_and_backward,
+        "trained": AnyOf([str, type(None)]),
+        "heads": _some([head]),
+    }
+
+
+PICTURES_RECORD = ByCells(_pictures_record)
 
 _TRAINING = {
     "route": str,
@@ -349,7 +376,7 @@ TRAINING_SPEED_RECORD = {
 
 def find_error(value: object, form: object, where: str = "the record") -> str | None:
     """The first error of a value that should have this form, or None."""
-    if isinstance(form, ByOperation):
+    if isinstance(form, (ByOperation, ByCells)):
         return find_error(value, form.of(value), where)
     if isinstance(form, AnyOf):
         fits = any(find_error(value, alternative) is None for alternative in form)

@@ -157,14 +157,24 @@ def record_pictures(backend: Backend, steps: tuple[Step, Step]) -> Path:
 def measure_head(
     backend: Backend, steps: tuple[Step, Step], name: str, inputs: Inputs, *, causal: bool
 ) -> dict:
-    """An entry of the record's heads. q, k and v are [1, SEQ, HEAD_DIM]."""
+    """An entry of the record's heads. q, k and v are [1, SEQ, HEAD_DIM].
+
+    Raises UsageError where a step gives what is not finite: of that there is no picture.
+    """
     q, k, v = (x[None].to(backend.device) for x in inputs)
     rng = torch.Generator().manual_seed(1)
     dout = torch.randn(q.shape, generator=rng).to(backend.device, DTYPE)
     options = {"causal": causal, "softmax_scale": q.shape[-1] ** -0.5}
     forward, backward = steps
     o, lse = run(backend, forward, q, k, v, **options)
-    ours = (o, *run(backend, backward, q, k, v, o, lse, dout, **options))
+    gradients = run(backend, backward, q, k, v, o, lse, dout, **options)
+    for step, given in ((forward, (o, lse)), (backward, gradients)):
+        if not all(x.isfinite().all() for x in given):
+            raise UsageError(
+                f"{step.name} gives values that are not finite on the head '{name}': "
+                f"make check STEPS={step.name} tells more"
+            )
+    ours = (o, *gradients)
     peer = with_gradients(
         lambda *x: scaled_dot_product_attention(*x, is_causal=causal), q, k, v, dout
     )
@@ -201,7 +211,7 @@ def attention_map(
     if causal:
         p = p.tril()
     pooled = p.view(CELLS, SEQ // CELLS, CELLS, SEQ // CELLS).sum(3).mean(1)
-    return (WHOLE * pooled).round().int().tolist()
+    return (WHOLE * pooled).round().long().tolist()
 
 
 def errors(got: Tensor, expected: Tensor) -> dict:

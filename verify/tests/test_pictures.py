@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
+from common import commands
 from common.bench import pictures
 from common.catalog import find_step
 from common.errors import UsageError
@@ -19,12 +23,24 @@ from common.report.plots import render_plots
 from common.report.record_set import Whole, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
-from common.step import read_step
+from common.step import Step, read_step
 from verify.reference import gradients_reference
 from verify.tests.fake_records import fake_pictures
 
 V12, B08 = find_step("v12"), find_step("b08")
 CELLS, EACH = pictures.CELLS, pictures.SEQ // pictures.CELLS
+
+
+RIGHT_LSE = "row_max[r] * LN_2 + logf(sum);"  # of v04
+
+
+def wrong_v04(folder: Path, lse: str) -> Step:
+    """v04 with another lse."""
+    source = find_step("v04").path.read_text(encoding="utf-8")
+    assert source.count(RIGHT_LSE) == 1
+    path = folder / "wrong.cu"
+    path.write_text(source.replace(RIGHT_LSE, lse))
+    return read_step(path)
 
 
 @pytest.fixture(scope="module")
@@ -107,21 +123,41 @@ def test_gradients_are_the_oracles() -> None:
 
 def test_a_wrong_kernel_is_seen(tmp_path, record) -> None:
     """Whose lse is too large by log 2: its rows have half the weight, its gradients half of P."""
-    source = find_step("v04").path.read_text(encoding="utf-8")
-    right = "row_max[r] * LN_2 + logf(sum);"
-    assert source.count(right) == 1
-    wrong = source.replace(right, f"0.6931472f + {right}")
-    path = tmp_path / "wrong.cu"
-    path.write_text(wrong)
     inputs = pictures.made_up()["local"]
-    steps = read_step(path), find_step("b02")
+    steps = wrong_v04(tmp_path, f"0.6931472f + {RIGHT_LSE}"), find_step("b02")
     found = pictures.measure_head(CpuBackend(), steps, "local", inputs, causal=False)
     expected = heads_of(record)["local"]
     assert sum(found["map"][5]) == pytest.approx(pictures.WHOLE / 2, rel=0.05)
     for output in ("dk", "dv"):
         assert found["errors"][output]["ours"]["nrmse"] > (
-            20 * expected["errors"][output]["ours"]["nrmse"]
+            100 * expected["errors"][output]["ours"]["nrmse"]
         )
+
+
+def test_a_wrong_o_is_seen_where_it_is_wrong(record, monkeypatch) -> None:
+    """Of which the last row is that of the row before."""
+    run = pictures.run
+
+    def wrong(backend, step, *inputs, **options):
+        first, *others = run(backend, step, *inputs, **options)
+        if step.operation == FORWARD:
+            first[..., -1, :] = first[..., -2, :]
+        return (first, *others)
+
+    monkeypatch.setattr(pictures, "run", wrong)
+    inputs = pictures.made_up()["local"]
+    steps = find_step("v04"), find_step("b02")
+    found = pictures.measure_head(CpuBackend(), steps, "local", inputs, causal=False)
+    *groups, last = found["errors"]["o"]["ours"]["groups"]
+    assert last > 100 * max(groups)
+    assert found["map"] == heads_of(record)["local"]["map"]
+
+
+def test_of_what_is_not_finite_there_is_no_picture(tmp_path) -> None:
+    steps = wrong_v04(tmp_path, "logf(-1.0f);"), find_step("b02")
+    inputs = pictures.made_up()["local"]
+    with pytest.raises(UsageError, match=r"v04 gives .* not finite on the head 'local'"):
+        pictures.measure_head(CpuBackend(), steps, "local", inputs, causal=False)
 
 
 def test_a_step_can_be_chosen() -> None:
@@ -157,15 +193,119 @@ def test_without_a_record(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"sources": {"v12": {"code_sha256": "0"}}}, "sources cannot be"),
-        ({"heads": []}, r"heads cannot be \[\]"),
-        ({"trained": 3}, "trained cannot be 3"),
+        (lambda r: r.update(sources={"v12": {"code_sha256": "0"}}), "sources cannot be"),
+        (lambda r: r.update(heads=[]), r"heads cannot be \[\]"),
+        (lambda r: r.update(trained=3), "trained cannot be 3"),
+        (lambda r: r.update(cells=None), "cells cannot be None"),
+        (lambda r: r.update(cells=4), "heads cannot be"),  # of maps of 2
+        (lambda r: r["heads"][1].update(seq=255), "heads cannot be"),
+        (lambda r: r["heads"][1]["map"].pop(), "heads cannot be"),
+        (lambda r: r["heads"][1]["map"][0].pop(), "heads cannot be"),
+        (lambda r: r["heads"][1]["map"].__setitem__(0, [-1, 10_001]), "heads cannot be"),
+        (lambda r: error_of(r).update(groups=[1e-3]), "heads cannot be"),
+        (lambda r: error_of(r).update(groups=[1e-3, float("inf")]), "heads cannot be"),
+        (lambda r: error_of(r).update(nrmse=float("nan")), "heads cannot be"),
+        (lambda r: error_of(r).pop("median"), "heads cannot be"),
     ],
 )
-def test_a_malformed_record_is_named(tmp_path, change, told) -> None:
-    write_record(tmp_path / "pictures.json", fake_pictures(V12, B08) | change)
+def test_a_malformed_record_is_named(tmp_path, change: Callable[[dict], object], told: str) -> None:
+    malformed = deepcopy(fake_pictures(V12, B08))
+    change(malformed)
+    write_record(tmp_path / "pictures.json", malformed)
     with pytest.raises(UsageError, match=f"pictures.json: the record: {told}"):
         load_record_set(tmp_path, tmp_path)
+
+
+def error_of(record: dict) -> dict:
+    return record["heads"][1]["errors"]["dk"]["ours"]
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch) -> tuple[Path, Path]:
+    """Those of records and of what is built."""
+    profiles, build = tmp_path / "profiles", tmp_path / "build"
+    monkeypatch.setattr(pictures, "PROFILES_DIR", profiles)
+    monkeypatch.setattr(commands, "BUILD_DIR", build)
+    monkeypatch.setattr(commands, "ROOT", tmp_path)
+    return profiles, build
+
+
+def drawn_by_the_command(names: list[str], build: Path, device: str, monkeypatch, capsys) -> str:
+    """What the command says that records nothing; measuring is left out."""
+    without_device = fake_pictures(V12, B08)
+    del without_device["device"]
+    monkeypatch.setattr(pictures, "measure_pictures", lambda *_: without_device)
+    monkeypatch.setattr(commands, "_report_regenerated", lambda: pytest.fail("regenerated"))
+    assert commands.pictures(names) == 0
+    written = {path.name for path in build.glob("pictures/*")}
+    assert written == {"pictures.json", "pictures.svg", "pictures_dark.svg"}
+    assert device in (build / "pictures/pictures.svg").read_text()
+    said = capsys.readouterr().out
+    assert "| layer 0 | causal | 2.00e-03 / 4.00e-03 |" in said
+    return said
+
+
+def test_without_a_gpu_nothing_is_recorded(folders, monkeypatch, capsys) -> None:
+    profiles, build = folders
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = drawn_by_the_command([], build, "SIMT runtime", monkeypatch, capsys)
+    assert said.endswith("Nothing is recorded in profiles/, as there is no CUDA device.\n")
+    assert not profiles.exists()
+
+
+def test_other_steps_do_not_replace_the_record(folders, monkeypatch, capsys) -> None:
+    profiles, build = folders
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(commands, "GpuBackend", CpuBackend)
+    said = drawn_by_the_command(["v10"], build, "NVIDIA H200", monkeypatch, capsys)
+    assert "as attention() takes other steps here" in said
+    assert not profiles.exists()
+
+
+def test_the_steps_that_attention_takes_are_recorded(folders, monkeypatch, capsys) -> None:
+    """Also where they are named."""
+    profiles, build = folders
+    recorded = []
+
+    def record_fake(_, steps):
+        path = profiles / "h200/pictures.json"
+        write_record(path, fake_pictures(*steps))
+        recorded.append(steps)
+        return path
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(commands, "GpuBackend", CpuBackend)
+    monkeypatch.setattr(pictures, "record_pictures", record_fake)
+    monkeypatch.setattr(commands, "_report_regenerated", lambda: None)
+    for names in ([], ["12", "b08"]):
+        assert commands.pictures(names) == 0
+    assert recorded == [(V12, B08)] * 2
+    assert not build.exists()
+    assert "v12 and b08" in capsys.readouterr().out
+
+
+def test_an_interrupted_run_keeps_the_old_record(folders, record, monkeypatch) -> None:
+    heads = iter(record["heads"])
+    monkeypatch.setattr(pictures, "measure_head", lambda *_, **__: next(heads))
+    monkeypatch.setattr(pictures, "versions", lambda: {"device": "NVIDIA H200"})
+    path = pictures.record_pictures(CpuBackend(), (V12, B08))
+    assert path == folders[0] / "h200/pictures.json"
+    assert load_record_set(path.parent, folders[0]).pictures.record["heads"] == record["heads"]
+    old = path.read_bytes()
+    measured = iter(record["heads"][:3])
+
+    def interrupted(*_, **__):
+        try:
+            return next(measured)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(pictures, "measure_head", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pictures.record_pictures(CpuBackend(), (V12, B08))
+    assert path.read_bytes() == old
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_map_is_drawn_to_its_last_cell() -> None:
