@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from common.paths import ROOT
@@ -50,6 +52,25 @@ def test_a_click_chooses_a_cell(open_page) -> None:
     page.mouse.up()
     assert int(page.locator("#pictures input[name=row]").input_value()) in range(6, 11)
     assert int(page.locator("#pictures input[name=column]").input_value()) in range(13, 18)
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_names_of_the_lines_can_be_read(open_page, record, width: int) -> None:
+    """They are inside of the plot, and not on each other even where the lines end as one."""
+    section = open_page(width=width).locator("#pictures")
+    section.locator(".errors").scroll_into_view_if_needed()
+    for head in range(len(record["heads"])):
+        section.locator("select[name=head]").select_option(str(head))
+        plot = section.locator(".errors svg").first.bounding_box()
+        names = [
+            section.locator(".errors svg text").filter(has_text=re.compile(name)).bounding_box()
+            for name in (f"^{next(iter(record['sources']))}", "^torch's sdpa$")
+        ]
+        for box in names:
+            assert plot["x"] <= box["x"]
+            assert box["x"] + box["width"] <= plot["x"] + plot["width"]
+        upper, lower = sorted(names, key=lambda box: box["y"])
+        assert upper["y"] + upper["height"] <= lower["y"] + 1
 
 
 def test_without_a_record(open_page, tmp_path) -> None:

@@ -95,6 +95,7 @@ worklog.sections.pictures = (root, data) => {
         const points = Object.entries({ sdpa, ours }).flatMap(([who, name]) =>
             head().errors[output.value][who].groups.map((error, n) => ({ name, who, position: (n + 0.5) * each, error })),
         );
+        const ends = ["sdpa", "ours"].map((who) => points.findLast((p) => p.who === who));
         const what = ["o", "dq"].includes(output.value) ? "queries" : "keys";
         const lines = { x: "position", y: "error", z: "name" };
         const color = (p) => (p.who === "ours" ? "var(--ramp7)" : "var(--mark0)");
@@ -102,12 +103,15 @@ worklog.sections.pictures = (root, data) => {
             label: `Error of ${outputs[output.value]} over the positions of the ${what}: ${names().ours} up to ${d3.max(points.filter((p) => p.who === "ours"), (p) => p.error)}, torch up to ${d3.max(points.filter((p) => p.who === "sdpa"), (p) => p.error)}`,
             height: 300,
             marginLeft: 60,
-            marginRight: width < 500 ? 20 : 90,
+            marginRight: 80,
             x: { label: `position of the ${what}`, domain: [0, head().seq] },
             y: { label: `error of ${outputs[output.value]} over its root mean square`, grid: true, tickFormat: "~e", domain: [0, d3.max(points, (p) => p.error)], nice: true },
             marks: [
                 Plot.line(points, { ...lines, stroke: color, strokeWidth: 1.5 }),
-                Plot.text(points, Plot.selectLast({ ...lines, text: "name", textAnchor: "start", dx: 5, fill: "var(--ink)" })),
+                // Lines may end at the same height: their names stand above and below it.
+                ...d3.sort(ends, (p) => -p.error).map((end, n) =>
+                    Plot.text([end], { ...lines, text: "name", textAnchor: "start", dx: 5, dy: n === 0 ? -6 : 6, fill: "var(--ink)" }),
+                ),
                 Plot.tip(points, Plot.pointer({ ...lines, title: (p) => `${p.name}, position ${p.position}: ${p.error}`, fill: "var(--page)" })),
             ],
         };
