@@ -48,6 +48,7 @@ def test_help_is_the_default_and_names_every_target():
         "check",
         "bench",
         "profile",
+        "pictures",
         "train",
         "compare",
         "worklog",
