@@ -325,6 +325,7 @@ def _pictures_record(cells: int) -> dict:
         "device": str,
         "dtype": str,
         "sources": _forward_and_backward,
+        "made_by": {EACH: str},
         "trained": AnyOf([str, type(None)]),
         "heads": _some([head]),
     }

@@ -48,6 +48,8 @@ _HOST_FILES = (
     "runtime/gpu.py",
     "runtime/launch.py",
 )
+# The files that say what heads are made up, and how maps and errors are computed.
+_PICTURES_FILES = ("bench/pictures.py",)
 # The files that say what a training step is.
 _MODEL_FILES = ("bench/gpt.py", "bench/llama.py", "bench/trainer.py")
 
@@ -82,6 +84,11 @@ def host_hashes() -> dict[str, str]:
 def model_hashes() -> dict[str, str]:
     """SHA-256 of the code of the models and of their training step, by path in common/."""
     return _python_hashes(_MODEL_FILES)
+
+
+def picture_hashes() -> dict[str, str]:
+    """SHA-256 of the code that makes the pictures, by path in common/."""
+    return _python_hashes(_PICTURES_FILES)
 
 
 def _python_hashes(paths: Iterable[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 The record's keys are those of headline.py, but for these:
 
 sources    the hashes of the step of each ladder that was run
+made_by    the hashes of the code that makes the pictures, by path in common/
 trained    the run of `make train` that the trained heads are of, or null
 cells      how many groups the positions are pooled into: of as many neighbours each
 heads      name, causal, seq and head_dim of each; and
@@ -37,6 +38,7 @@ from ..records import (
     SCHEMA,
     TRAINED_FILE,
     gpu_folder,
+    picture_hashes,
     write_record,
 )
 from ..runtime.backend import Backend, run
@@ -140,6 +142,7 @@ def measure_pictures(backend: Backend, steps: tuple[Step, Step]) -> dict:
         "run": new_run(),
         "dtype": "bf16",
         "sources": {step.name: {"code_sha256": step.code_sha256} for step in steps},
+        "made_by": picture_hashes(),
         TRAINED: of_run,
         "cells": CELLS,
         "heads": heads,

@@ -35,6 +35,7 @@ from ..records import (
     host_hashes,
     is_stale,
     model_hashes,
+    picture_hashes,
     previous_path,
     read_record,
     read_records,
@@ -180,10 +181,14 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
             _patches(root / "common" / "bench" / "timelines"),
         ),
         cells={name: record for name, record in cells.items() if record},
-        latency=_load_latency(folder, steps),
-        pictures=_load_of_steps(folder / PICTURES_FILE, PICTURES_RECORD, steps),
-        training=_load_of_steps(folder / TRAIN_FILE, TRAIN_RECORD, steps),
-        training_speed=_load_training_speed(folder, steps),
+        latency=_load_whole(folder / LATENCY_FILE, LATENCY_RECORD, steps, host=host_hashes()),
+        pictures=_load_whole(
+            folder / PICTURES_FILE, PICTURES_RECORD, steps, made_by=picture_hashes()
+        ),
+        training=_load_whole(folder / TRAIN_FILE, TRAIN_RECORD, steps),
+        training_speed=_load_whole(
+            folder / TRAINING_SPEED_FILE, TRAINING_SPEED_RECORD, steps, models=model_hashes()
+        ),
     )
 
 
@@ -219,26 +224,15 @@ def _load_distributions(
     return loaded
 
 
-def _load_latency(folder: Path, steps: Sequence[Step]) -> Whole | None:
-    record = read_record(folder / LATENCY_FILE, LATENCY_RECORD)
-    if not record:
-        return None
-    stale = bool(_stale(record["sources"], steps)) or record["host"] != host_hashes()
-    return Whole(record, stale)
-
-
-def _load_of_steps(path: Path, form: Form, steps: Sequence[Step]) -> Whole | None:
-    """A record that is stale where one of its steps has changed since."""
+def _load_whole(
+    path: Path, form: Form, steps: Sequence[Step], **of_now: dict[str, str]
+) -> Whole | None:
+    """A record, stale where a step has changed since or other code whose hashes it has."""
     record = read_record(path, form)
-    return record and Whole(record, stale=bool(_stale(record["sources"], steps)))
-
-
-def _load_training_speed(folder: Path, steps: Sequence[Step]) -> Whole | None:
-    record = read_record(folder / TRAINING_SPEED_FILE, TRAINING_SPEED_RECORD)
     if not record:
         return None
-    stale = bool(_stale(record["sources"], steps)) or record["models"] != model_hashes()
-    return Whole(record, stale)
+    changed = any(record[key] != hashes for key, hashes in of_now.items())
+    return Whole(record, stale=changed or bool(_stale(record["sources"], steps)))
 
 
 def _baseline_is_current(baseline: dict | None, steps: Sequence[Step]) -> bool:

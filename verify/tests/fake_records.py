@@ -6,7 +6,7 @@ from common.catalog import all_steps
 from common.operation import BACKWARD, FORWARD, Operation
 from common.problem import DISTRIBUTIONS, TRAINED
 from common.record_schema import CACHES, SDPA
-from common.records import SCHEMA, host_hashes, model_hashes
+from common.records import SCHEMA, host_hashes, model_hashes, picture_hashes
 from common.step import Step
 
 # Those that attention() takes where they run; what a record of training has.
@@ -198,6 +198,7 @@ def fake_pictures(forward: Step, backward: Step) -> dict:
         "device": "NVIDIA H200",
         "dtype": "bf16",
         "sources": {step.name: {"code_sha256": step.code_sha256} for step in (forward, backward)},
+        "made_by": picture_hashes(),
         "trained": "a run",
         "cells": 2,
         "heads": [

@@ -186,6 +186,14 @@ def test_table_and_plot(tmp_path) -> None:
     assert "v12 (stale)" in draw_pictures(record_set.pictures).svg(0)
 
 
+def test_pictures_of_other_code_are_stale(tmp_path) -> None:
+    path = tmp_path / "pictures.json"
+    write_record(path, fake_pictures(V12, B08))
+    assert not load_record_set(tmp_path, tmp_path).pictures.stale
+    write_record(path, fake_pictures(V12, B08) | {"made_by": {"bench/pictures.py": "0"}})
+    assert load_record_set(tmp_path, tmp_path).pictures.stale
+
+
 def test_without_a_record(tmp_path) -> None:
     assert tables.pictures(load_record_set(tmp_path, tmp_path)) == "not measured"
 
@@ -196,6 +204,7 @@ def test_without_a_record(tmp_path) -> None:
         (lambda r: r.update(sources={"v12": {"code_sha256": "0"}}), "sources cannot be"),
         (lambda r: r.update(heads=[]), r"heads cannot be \[\]"),
         (lambda r: r.update(trained=3), "trained cannot be 3"),
+        (lambda r: r.update(made_by=["0"]), "made_by is"),
         (lambda r: r.update(cells=None), "cells cannot be None"),
         (lambda r: r.update(cells=4), "heads cannot be"),  # of maps of 2
         (lambda r: r["heads"][1].update(seq=255), "heads cannot be"),
