@@ -124,7 +124,7 @@ page: $(READY)  ## write docs/index.html, the worklog told by scrolling, and wha
 	$(PY) -m common page
 
 test: $(READY)  ## pytest
-	$(PY) -m pytest $(if $(PYTHON),,-n auto)
+	$(PY) -m pytest $(if $(PYTHON),,-n auto --dist worksteal)
 
 lint: $(READY)  ## steps/, ruff and clang-format, changing nothing
 	$(PY) -m common lint
