@@ -22,6 +22,8 @@ from verify.tests.page_under_test import render
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+BROWSER_TIMEOUT_MS = 120_000  # for a slow machine with as many browsers as cores
+
 torch.set_num_threads(1)  # pytest -n auto has a process for each core
 
 
@@ -106,6 +108,7 @@ def open_page(browser: Browser, page_path: Path) -> Iterator[Callable[..., Page]
     def open_(path: Path = page_path, width: int = 1280, height: int = 900, **options) -> Page:
         size = {"width": width, "height": height}
         context = browser.new_context(viewport=size, **{"reduced_motion": "reduce", **options})
+        context.set_default_timeout(BROWSER_TIMEOUT_MS)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda m: m.type in ("error", "warning") and errors.append(m.text))

@@ -12,6 +12,7 @@ from common.catalog import all_steps, find_step
 from common.errors import UsageError
 from common.patch import read_patch
 from common.paths import ROOT
+from common.runtime import cpu
 from common.runtime.cpu import CpuBackend
 from common.step import read_step
 from verify.cases import find_cases
@@ -27,6 +28,12 @@ ORIGINALS = sorted(
         for case in patch.header["cases"].split()
     }
 )
+
+
+@pytest.fixture(autouse=True)
+def without_optimization(monkeypatch):
+    """Each runs once or twice: compiling it took longer than all the rest."""
+    monkeypatch.setattr(cpu, "STEP_FLAGS", ("-O0",))
 
 
 @pytest.mark.parametrize(("name", "case"), ORIGINALS)
