@@ -1,15 +1,16 @@
 """The operators behind attention(): torch.ops.attention_worklog.forward and .backward.
 
 torch.compile and CUDA graphs see one call each, whose fake gives the outputs' shapes and strides.
-A call whose tensors lie as those of an earlier one is looked up. Otherwise what its step depends on
-is, and the rest is computed: in decoding each call has a key more than the one before.
+What a step depends on is looked up. The rest is computed, lengths and strides included: in decoding
+each call has a key more than the one before.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -20,21 +21,15 @@ from torch.autograd.function import _SingleLevelFunction
 from .cache import Cache
 from .catalog import STEPS_DIR, all_steps, find_step
 from .errors import UsageError
-from .operation import BACKWARD, FORWARD, OPERATIONS, SIZES, Operand, Operation
-from .runtime.backend import DTYPE_NAMES, Backend, Call, Prepared, empty_outputs, specialization
+from .operation import BACKWARD, FORWARD, SIZES, Operand, Operation
+from .runtime.backend import DTYPE_NAMES, Backend, Call, empty_outputs, specialization
 from .runtime.launch import check_alignment, sizes_of, strides
 from .step import Step
 
 MOST_ALIGNMENT = 64  # bytes: no step asks for rows aligned to more
-ADDRESS_BITS = MOST_ALIGNMENT - 1
 # Inputs that lie as whoever computed them left them, autograd or torch.vmap: where a step cannot
 # read one, it is copied. All others, which come first, it must read where they are.
 COPIED = ("lse", "dout")
-
-_NUM_FIXED = {
-    operation.name: sum(operand.name not in COPIED for operand in operation.inputs)
-    for operation in OPERATIONS.values()
-}
 
 # Not torch.library.custom_op: a call of that takes several times as long, because it goes through
 # Python twice more, for gradients and for aliases.
@@ -53,10 +48,7 @@ _library.define(
 forward = torch.ops.attention_worklog.forward.default
 backward = torch.ops.attention_worklog.backward.default
 
-# By all that is given but the addresses: a call, the softmax_scale where none is given, and which
-# inputs the call takes copies of.
-_calls = Cache()
-_steps = Cache()  # by what a step and its compilation depend on: likewise, with what makes calls
+_calls = Cache()  # Chosen, by all that the choice depends on
 # Never removed: a backend owns the modules that it has loaded, and cached calls refer to them.
 # PyCUDA cannot unload them from a thread in which another context is current.
 _backends: dict[torch.device, Backend] = {}
@@ -81,24 +73,26 @@ def _forward(
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse; arguments and exceptions as in common.attention."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        _validate_shapes(FORWARD, (q, k, v))
     # fmt: off
     key = (
         step, backward_step, deterministic, causal,
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & ADDRESS_BITS,
-        q.shape, q.stride(), q.dtype, q.device,
-        k.shape, k.stride(), k.dtype, k.device,
-        v.shape, v.stride(), v.dtype, v.device,
+        q.shape[3], q.dtype, q.device, k.dtype, k.device, v.dtype, v.device,
     )
     # fmt: on
-    prepared = _calls.get(key)
-    if prepared is None:
+    chosen = _calls.get(key)
+    if chosen is None:
+        _validate(FORWARD, (q, k, v))
         if backward_step is not None:  # found wrong here, not somewhere in a backward pass
             _find(BACKWARD, backward_step, deterministic)
-        prepared = _calls.add(key, _prepare(FORWARD, (q, k, v), causal, step, deterministic))
-    call, default_scale, _ = prepared
+        chosen = _calls.add(
+            key, _choose(FORWARD, (q, k, v), causal, step, deterministic, as_they_lie=False)
+        )
     o, lse = empty_outputs(FORWARD, (q, k, v))
-    scale = default_scale if softmax_scale is None else softmax_scale
-    call((q, k, v, o, lse), (scale,))
+    scale = chosen.default_scale if softmax_scale is None else softmax_scale
+    if chosen.call((q, k, v, o, lse), (scale,)) is None:
+        return _call_as_they_lie(FORWARD, key, (q, k, v), causal, scale, step, deterministic)
     return o, lse
 
 
@@ -120,23 +114,51 @@ def _backward(
     have any strides. Other arguments and exceptions are as in common.attention.
     """
     inputs = (q, k, v, o, lse, dout)
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr()
-    key = (
-        step,
-        deterministic,
-        causal,
-        addresses & ADDRESS_BITS,
-        dout.data_ptr() & ADDRESS_BITS,
-        *[(t.shape, t.stride(), t.dtype, t.device) for t in inputs],
+    if not (q.dim() == k.dim() == v.dim() == o.dim() == dout.dim() == 4):
+        _validate_shapes(BACKWARD, inputs)
+    key = (step, deterministic, causal, q.shape[3], *[(t.dtype, t.device) for t in inputs])
+    chosen = _calls.get(key)
+    if chosen is None:
+        _validate(BACKWARD, inputs)
+        chosen = _calls.add(
+            key, _choose(BACKWARD, inputs, causal, step, deterministic, as_they_lie=False)
+        )
+    scale = chosen.default_scale if softmax_scale is None else softmax_scale
+    if lse.shape == q.shape[:3] and lse.is_contiguous():
+        outputs = empty_outputs(BACKWARD, inputs)
+        if chosen.call((*inputs, *outputs), (scale,)) is not None:
+            return outputs
+    return _call_as_they_lie(BACKWARD, key, inputs, causal, scale, step, deterministic)
+
+
+def _call_as_they_lie(
+    operation: Operation,
+    key: tuple,
+    inputs: Sequence[torch.Tensor],
+    causal: bool,
+    softmax_scale: float,
+    step: str | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The outputs, where the step of that key cannot take these inputs: another one may, or copies.
+
+    Raises UsageError where none can, or shapes do not fit together.
+    """
+    _validate(operation, inputs)
+    key = (*key, _alignment(_fixed(operation, inputs).values()))
+    chosen = _calls.get(key) or _calls.add(
+        key, _choose(operation, inputs, causal, step, deterministic, as_they_lie=True)
     )
-    call, default_scale, copied = _calls.get(key) or _calls.add(
-        key, _prepare(BACKWARD, inputs, causal, step, deterministic)
+    inputs = tuple(
+        t if operand.name not in COPIED or _is_readable(operand, t, chosen.alignment) else _copy(t)
+        for operand, t in zip(operation.inputs, inputs, strict=True)
     )
-    if copied:
-        inputs = tuple(_copy(t) if i in copied else t for i, t in enumerate(inputs))
-    outputs = empty_outputs(BACKWARD, inputs)
-    scale = default_scale if softmax_scale is None else softmax_scale
-    call((*inputs, *outputs), (scale,))
+    outputs = empty_outputs(operation, inputs)
+    if chosen.call((*inputs, *outputs), (softmax_scale,)) is None:
+        check_alignment(chosen.name, chosen.alignment, _fixed(operation, inputs))
+        raise AssertionError(
+            f"{chosen.name} does not take {[(t.shape, t.stride()) for t in inputs]}"
+        )
     return outputs
 
 
@@ -148,7 +170,6 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
 def _fake(operation: Operation, *arguments) -> tuple[torch.Tensor, ...]:
     """Outputs without contents, for fake tensors and for the meta device."""
     inputs = _tensors(operation, arguments)
-    _validate_shapes(operation, inputs)
     _validate(operation, inputs)
     return empty_outputs(operation, inputs)
 
@@ -329,45 +350,11 @@ _library.impl("forward", partial(_autocast, "cpu", DispatchKey.AutocastCPU), "Au
 _library.impl("forward", partial(_autocast, "cuda", DispatchKey.AutocastCUDA), "AutocastCUDA")
 
 
-def _prepare(
-    operation: Operation,
-    inputs: Sequence[torch.Tensor],
-    causal: bool,
-    step: str | None,
-    deterministic: bool,
-) -> tuple[Call, float, tuple[int, ...]]:
-    """A call of the given step, or of the highest one that can run these inputs; the softmax_scale
-    where none is given; and which inputs it takes copies of.
-    """
-    _validate_shapes(operation, inputs)
-    key = [operation.name, step, deterministic, causal, inputs[0].shape[3]]
-    for t in inputs:
-        key += t.dtype, t.device
-    count = _NUM_FIXED[operation.name]
-    key.append(_alignment(inputs[:count]))
-    for t in inputs[:count]:
-        key.append(t.stride(3))
-    for operand, t in zip(operation.inputs[count:], inputs[count:], strict=True):
-        key += (_alignment([t]), t.stride(3)) if operand.strided else (t.is_contiguous(),)
-    key = tuple(key)
-    prepared, default_scale, copied = _steps.get(key) or _steps.add(
-        key, _choose(operation, inputs, causal, step, deterministic)
-    )
-    return prepared(sizes_of(inputs)), default_scale, copied
-
-
-def _alignment(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes that divide the addresses of all rows, at most MOST_ALIGNMENT."""
-    bits = MOST_ALIGNMENT
-    for t in tensors:
-        batch, head, row, _ = t.stride()
-        bits |= t.data_ptr() | (batch | head | row) * t.itemsize
-    if bits % MOST_ALIGNMENT:  # perhaps by strides of axes of size 1, which have no meaning
-        bits = MOST_ALIGNMENT
-        for t in tensors:
-            batch, head, row = strides(t)
-            bits |= t.data_ptr() | (batch | head | row) * t.itemsize
-    return bits & -bits
+class _Chosen(NamedTuple):
+    call: Call
+    default_scale: float  # softmax_scale, where none is given
+    name: str  # of the step
+    alignment: int  # bytes that divide the rows' addresses, for the step
 
 
 def _choose(
@@ -376,17 +363,30 @@ def _choose(
     causal: bool,
     step: str | None,
     deterministic: bool,
-) -> tuple[Prepared, float, tuple[int, ...]]:
-    _validate(operation, inputs)
+    as_they_lie: bool,
+) -> _Chosen:
+    """The given step, or the highest one that can run such inputs, or these as their rows lie."""
     backend = _backend(inputs[0].device)
     if step is None:
-        chosen = highest_step(backend, operation, inputs, causal, deterministic)
+        found = highest_step(backend, operation, inputs, causal, deterministic, as_they_lie)
     else:
-        chosen = _find(operation, step, deterministic)
+        found = _find(operation, step, deterministic)
     spec = specialization(inputs, causal)
-    prepared = backend.prepare(chosen, spec)
-    copied = _unreadable(operation, inputs, backend.descriptor(chosen, spec).alignment)
-    return prepared, spec.head_dim**-0.5, copied
+    call = backend.prepare(found, spec)
+    needed = backend.descriptor(found, spec).alignment
+    return _Chosen(call, spec.head_dim**-0.5, found.name, needed)
+
+
+def _alignment(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that divide the addresses of all rows, at most MOST_ALIGNMENT.
+
+    Also of tensors that lie like these, but without gaps: outputs do where these have some.
+    """
+    bits = MOST_ALIGNMENT
+    for t in tensors:
+        batch, head, row = strides(t)
+        bits |= t.data_ptr() | (batch | head | row | t.shape[3]) * t.itemsize
+    return bits & -bits
 
 
 def _validate_shapes(operation: Operation, inputs: Sequence[torch.Tensor]) -> None:
@@ -422,7 +422,8 @@ def _validate_shape(name: str, shape: Sequence[int]) -> None:
 
 
 def _validate(operation: Operation, inputs: Sequence[torch.Tensor]) -> None:
-    """Raises UsageError unless all but the sizes can be of the operation, for whatever step."""
+    """Raises UsageError unless the inputs can be of the operation, for whatever step."""
+    _validate_shapes(operation, inputs)
     strided = {}
     for operand, t in zip(operation.inputs, inputs, strict=True):
         if operand.strided:
@@ -452,17 +453,6 @@ def _require_same(attribute: str, tensors: Mapping[str, torch.Tensor]) -> None:
         *names, last = tensors
         found = ", ".join(f"{name} {getattr(t, attribute)}" for name, t in tensors.items())
         raise UsageError(f"{', '.join(names)} and {last} must have the same {attribute}: {found}")
-
-
-def _unreadable(
-    operation: Operation, inputs: Sequence[torch.Tensor], alignment: int
-) -> tuple[int, ...]:
-    """Which inputs a step of that alignment cannot read as they lie, of those in COPIED."""
-    return tuple(
-        i
-        for i, (operand, t) in enumerate(zip(operation.inputs, inputs, strict=True))
-        if operand.name in COPIED and not _is_readable(operand, t, alignment)
-    )
 
 
 def _is_readable(operand: Operand, t: torch.Tensor, alignment: int) -> bool:
@@ -525,14 +515,18 @@ def highest_step(
     inputs: Sequence[torch.Tensor],
     causal: bool,
     deterministic: bool = False,
+    as_they_lie: bool = True,
 ) -> Step:
-    """The step that attention() uses where none is given. Raises UsageError where none can run."""
+    """The step that attention() uses where none is given, or would if all rows were aligned.
+
+    Raises UsageError where none can run.
+    """
     refusals: dict[str, str] = {}
     for step in reversed(_steps_of(operation)):
         if step.draft or step.only_deterministic > deterministic:
             continue
         reason = (_disorder(step) if deterministic else None) or _refusal(
-            backend, step, inputs, causal
+            backend, step, inputs, causal, as_they_lie
         )
         if reason is None:
             return step
@@ -546,19 +540,22 @@ def highest_step(
 
 
 def _refusal(
-    backend: Backend, step: Step, inputs: Sequence[torch.Tensor], causal: bool
+    backend: Backend, step: Step, inputs: Sequence[torch.Tensor], causal: bool, as_they_lie: bool
 ) -> str | None:
     """Why the step cannot run these inputs on that device, or None."""
     spec = specialization(inputs, causal)
     if reason := backend.refusal(step, spec):
         return reason
-    fixed = {
-        operand.name: t
-        for operand, t in zip(step.operation.inputs, inputs, strict=True)
-        if operand.strided and operand.name not in COPIED
-    }
-    try:
-        check_alignment(step.name, backend.descriptor(step, spec).alignment, fixed)
-    except UsageError as error:
-        return str(error).removeprefix(f"{step.name} ")
+    if as_they_lie:
+        alignment = backend.descriptor(step, spec).alignment
+        try:
+            check_alignment(step.name, alignment, _fixed(step.operation, inputs))
+        except UsageError as error:
+            return str(error).removeprefix(f"{step.name} ")
     return None
+
+
+def _fixed(operation: Operation, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inputs that a step must read where they are, by name."""
+    operands = zip(operation.inputs, inputs, strict=True)
+    return {operand.name: t for operand, t in operands if operand.name not in COPIED}

@@ -24,7 +24,7 @@ from .errors import UsageError
 from .operation import STEP_NAME, Operation
 from .paths import ROOT
 from .record_schema import Form, find_error
-from .source import python_sha256
+from .source import code_sha256, python_sha256
 from .step import Step
 
 SCHEMA = 2
@@ -47,6 +47,8 @@ _HOST_FILES = (
     "runtime/backend.py",
     "runtime/gpu.py",
     "runtime/launch.py",
+    "runtime/pack.py",
+    "runtime/pack.cpp",
 )
 # The files that say what heads are made up, and how maps and errors are computed.
 _PICTURES_FILES = ("bench/pictures.py",)
@@ -78,21 +80,25 @@ def previous_path(path: Path) -> Path:
 
 def host_hashes() -> dict[str, str]:
     """SHA-256 of the code that a call of attention() runs on the host, by path in common/."""
-    return _python_hashes(_HOST_FILES)
+    return _hashes(_HOST_FILES)
 
 
 def model_hashes() -> dict[str, str]:
     """SHA-256 of the code of the models and of their training step, by path in common/."""
-    return _python_hashes(_MODEL_FILES)
+    return _hashes(_MODEL_FILES)
 
 
 def picture_hashes() -> dict[str, str]:
     """SHA-256 of the code that makes the pictures, by path in common/."""
-    return _python_hashes(_PICTURES_FILES)
+    return _hashes(_PICTURES_FILES)
 
 
-def _python_hashes(paths: Iterable[str]) -> dict[str, str]:
-    return {path: python_sha256(ROOT / "common" / path) for path in paths}
+def _hashes(paths: Iterable[str]) -> dict[str, str]:
+    return {path: _sha256(ROOT / "common" / path) for path in paths}
+
+
+def _sha256(path: Path) -> str:
+    return python_sha256(path) if path.suffix == ".py" else code_sha256(path)
 
 
 def is_stale(record: dict, step: Step) -> bool:

@@ -16,7 +16,7 @@ decoding   one query on a cache that has a key more at each call: the numbers of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -36,7 +36,6 @@ from ..record_schema import CACHES, NAIVE, SDPA
 from ..records import LATENCY_FILE, PROFILES_DIR, SCHEMA, gpu_folder, host_hashes, write_record
 from ..runtime.backend import empty_outputs
 from ..runtime.gpu import GpuBackend
-from ..runtime.launch import sizes_of
 from ..step import Step
 from .device_state import device_state, git_state, versions
 from .peers import Peer, load
@@ -93,13 +92,13 @@ def measure_cell(backend: GpuBackend, step: Step, case: Case) -> dict:
         trial = try_call(call, case.operation, expected.outputs)
         require_right(name, trial.errors, case, expected)
     tensors = (*inputs, *empty_outputs(case.operation, inputs))
-    call = backend.prepare(step, case.specialization)(sizes_of(tensors))
+    call = backend.prepare(step, case.specialization)
     launch = partial(call, tensors, [case.scale])
     before = device_state()
     device_ms = time_interleaved(
         calls | {step.name: launch}, rounds=ROUNDS, sleep_cycles=SLEEP_CYCLES
     )
-    host_us = {name: time_host(call) for name, call in calls.items()}
+    host_us = time_host({name: (call, repeat(())) for name, call in calls.items()})
     after = device_state()
     return {
         **describe_cell(case, {"before": before, "after": after}),
@@ -136,30 +135,35 @@ def measure_decoding(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
         LAYERED: layered,
         FIXED: lambda: repeat((q, *fixed)),
     }
+    # Not by turns with each other: a call by sdpa of a new length can take tens of milliseconds,
+    # and leaves nothing in the processor's caches.
+    times = {
+        who: time_host({name: (call, cache()) for name, cache in caches.items()})
+        for who, call in calls.items()
+    }
     return {
         "keys": [lengths[0], lengths[-1]],
-        "host_us": {
-            name: {who: time_host(call, cache()) for who, call in calls.items()}
-            for name, cache in caches.items()
-        },
+        "host_us": {name: {who: times[who][name] for who in calls} for name in caches},
     }
 
 
 def time_host(
-    call: Callable[..., object], arguments: Iterable[tuple[torch.Tensor, ...]] = repeat(())
-) -> list[float]:
-    """Microseconds that each of BURSTS x CALLS calls took until it returned.
+    calls: Mapping[str, tuple[Callable[..., object], Iterable[tuple[torch.Tensor, ...]]]],
+) -> dict[str, list[float]]:
+    """Microseconds that each of BURSTS x CALLS calls took until it returned, by the call's name.
 
-    The host synchronizes with the device between bursts; the first one, a warm-up, does not count.
+    A call has its arguments in turn. Bursts of all calls are interleaved, and the host synchronizes
+    with the device before each; the first of each, a warm-up, does not count.
     """
-    times = []
-    arguments = iter(arguments)
+    times = {name: [] for name in calls}
+    turns = {name: (call, iter(arguments)) for name, (call, arguments) in calls.items()}
     for _ in range(1 + BURSTS):
-        torch.cuda.synchronize()
-        for _ in range(CALLS):
-            given = next(arguments)
-            start = perf_counter_ns()
-            call(*given)
-            times.append((perf_counter_ns() - start) / 1000)
+        for name, (call, arguments) in turns.items():
+            torch.cuda.synchronize()
+            for _ in range(CALLS):
+                given = next(arguments)
+                start = perf_counter_ns()
+                call(*given)
+                times[name].append((perf_counter_ns() - start) / 1000)
     torch.cuda.synchronize()
-    return times[CALLS:]
+    return {name: each[CALLS:] for name, each in times.items()}

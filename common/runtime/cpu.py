@@ -29,19 +29,18 @@ import torch
 from ..operation import Operation
 from ..problem import Specialization
 from ..step import Step
-from .backend import Prepared, empty_outputs, not_enough_memory, specialization
+from .backend import Call, empty_outputs, launch, not_enough_memory, specialization
 from .build import compile_cached, compiler_version, host_compiler
 from .launch import (
     LaunchDescriptor,
-    Packer,
     Plan,
     descriptor_type,
     params_type,
     read_plan,
     sizes_of,
 )
+from .pack import Packer, simt_encoder
 from .segments import SegmentedTensor
-from .tensor_map import CpuMapEncoder, map_encoders
 
 SIMT_DIR = Path(__file__).parent / "simt"
 
@@ -174,16 +173,13 @@ class CpuBackend:
         self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
     ) -> list[torch.Tensor]:
         """Launches the step and waits. Also raises SimtError."""
-        values = [scalars[name] for name in step.operation.scalars]
-        return self._execute(step, tensors, values, causal, count_banks=False)[0]
+        return launch(self, step, tensors, causal, scalars)
 
-    def prepare(self, step: Step, spec: Specialization) -> Prepared:
+    def prepare(self, step: Step, spec: Specialization) -> Call:
         step.require(spec)
-
-        def call(tensors, scalars) -> list[torch.Tensor]:
-            return self._execute(step, tensors, scalars, spec.causal, count_banks=False)[0]
-
-        return lambda sizes: call
+        return lambda tensors, scalars: self._execute(
+            step, spec, tensors, scalars, count_banks=False
+        )[0]
 
     def count_shared_accesses(
         self, step: Step, *inputs: torch.Tensor, causal: bool, **scalars: float
@@ -191,29 +187,31 @@ class CpuBackend:
         """Runs the step once: its accesses to shared memory through a wrapper, in source order."""
         tensors = (*inputs, *empty_outputs(step.operation, inputs))
         values = [scalars[name] for name in step.operation.scalars]
-        return self._execute(step, tensors, values, causal, count_banks=True)[1]
+        spec = specialization(tensors, causal)
+        return self._execute(step, spec, tensors, values, count_banks=True)[1]
 
     def _execute(
         self,
         step: Step,
+        spec: Specialization,
         tensors: Sequence[torch.Tensor],
         scalars: Sequence[float],
-        causal: bool,
         count_banks: bool,
-    ) -> tuple[list[torch.Tensor], list[SharedAccess]]:
-        """The workspaces, and the accesses: none unless count_banks."""
+    ) -> tuple[list[torch.Tensor] | None, list[SharedAccess]]:
+        """What a call returns, and the accesses: none unless count_banks."""
         operation = step.operation
-        spec = specialization(tensors, causal)
-        step.require(spec)
         program = self.build(step, spec)
         descriptor = _read_descriptor(operation, program)
         plan = read_plan(descriptor, self.multiprocessors)
         sizes = sizes_of(tensors)
         workspace_bytes = [workspace.num_bytes(sizes) for workspace in plan.workspaces]
-        encoders = map_encoders(CpuMapEncoder, step, descriptor, tensors[0].dtype)
         # The program fills its own addresses in: of each tensor, of its map, of each workspace.
-        packer = Packer(step.name, operation, descriptor.alignment, encoders)
-        params = packer(tensors, sizes, scalars, [])
+        without_clusters = [1] * len(plan.kernels)
+        packer = Packer(step, descriptor, plan, without_clusters, spec, simt_encoder(spec))
+        packed = packer(tensors, scalars, [])
+        if packed is None:
+            return None, []
+        params, blocks = packed
         _check_launch(step, spec, plan)
         _check_memory(step, sum(workspace_bytes))
 
@@ -250,8 +248,8 @@ class CpuBackend:
                 )
             )
         kernels = [
-            (kernel.name.encode(), kernel.blocks(sizes), kernel.threads, kernel.smem_bytes)
-            for kernel in plan.kernels
+            (kernel.name.encode(), num_blocks, kernel.threads, kernel.smem_bytes)
+            for kernel, num_blocks in zip(plan.kernels, blocks, strict=True)
         ]
         request = _Request(
             seed=self.seed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from ..errors import UsageError
@@ -36,6 +36,12 @@ def call(name: str, *arguments):
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{name} returned {status.name}")
     return result[0] if len(result) == 1 else tuple(result)
+
+
+@cache
+def library() -> ctypes.PyDLL:
+    """The driver itself, for what the bindings take too long for. Its functions return a status."""
+    return ctypes.PyDLL("libcuda.so.1")
 
 
 class EarlyLaunch:

@@ -12,24 +12,22 @@ from pathlib import Path
 
 import torch
 
-from ..cache import Cache
 from ..errors import UsageError
 from ..problem import Specialization
 from ..step import Step
-from .backend import DTYPES, Prepared, not_enough_memory, specialization
+from .backend import Call, empty_cuda, launch, not_enough_memory
 from .build import Build, Resources, build_cubin, cubin_flags, nvcc, parse_resources
 from .driver import EarlyLaunch, bindings, call
 from .launch import (
-    Kernel,
     LaunchDescriptor,
-    Packer,
     Plan,
     descriptor_type,
     params_type,
     read_plan,
     sizes_of,
 )
-from .tensor_map import GpuMapEncoder, map_encoders
+from .pack import Packer
+from .tensor_map import driver_encoder
 
 DEFAULT_SMEM_LIMIT = 48 * 1024  # dynamic; a kernel that wants more must say so before its launch
 POISON = 0xFF  # a byte of a NaN in every dtype
@@ -41,18 +39,17 @@ class _Launch:
 
     start: Callable  # PyCUDA's or alike
     gap: bytes  # what to put before the parameter
-    cluster: int  # blocks
-    kernel: Kernel
     block: tuple[int, int, int]
-
-    def grid(self, sizes: Sequence[int]) -> tuple[int, int, int]:
-        """Filled up to whole clusters."""
-        return -(-self.kernel.blocks(sizes) // self.cluster) * self.cluster, 1, 1
+    smem_bytes: int
 
 
 @dataclass(frozen=True)
 class _Module:
-    """A loaded cubin: a step for a specialization, and all of a call that is the same each time."""
+    """A loaded cubin: a step for a specialization, and all of a call that is the same each time.
+
+    What depends on how the tensors lie is computed for each call. A cache of that would not be of
+    use in decoding, where each call has a key more than the one before.
+    """
 
     step: Step
     descriptor: LaunchDescriptor
@@ -60,19 +57,6 @@ class _Module:
     packer: Packer
     launches: tuple[_Launch, ...]
     resources: dict[str, Resources]
-
-
-class _Layout:
-    """All of a call that follows from how its tensors lie: everything but their addresses."""
-
-    def __init__(self, module: _Module, sizes: Sequence[int]) -> None:
-        self.module = module
-        self.sizes = sizes
-        self.workspace_bytes = [each.num_bytes(sizes) for each in module.plan.workspaces]
-        self.launches = [
-            (each.start, each.gap, each.grid(sizes), each.block, each.kernel.smem_bytes)
-            for each in module.launches
-        ]
 
 
 class GpuBackend:
@@ -101,7 +85,7 @@ class GpuBackend:
         index = (
             torch.cuda.current_device() if device is None or device.index is None else device.index
         )
-        self.device = torch.device("cuda", index)
+        self.device, self._index = torch.device("cuda", index), index
         # torch works in the primary context, and so do we: its pointers are ours. It is pushed
         # around a use only, because PyCUDA keeps a stack of contexts per thread.
         self._context = driver.Device(index).retain_primary_context()
@@ -113,7 +97,6 @@ class GpuBackend:
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._modules: dict[tuple[Step, Specialization], _Module] = {}
         self._lock = threading.Lock()
-        self._params = Cache()  # the kernels' parameters as bytes
         self._streams: dict[int, tuple] = {}  # by the handle of torch's stream
         self._poison = poison
 
@@ -151,36 +134,41 @@ class GpuBackend:
         self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
     ) -> list[torch.Tensor]:
         """Launches the step on torch's current stream; returns before it has run."""
-        call = self.prepare(step, specialization(tensors, causal))(sizes_of(tensors))
-        return call(tensors, [scalars[name] for name in step.operation.scalars])
+        return launch(self, step, tensors, causal, scalars)
 
-    def prepare(self, step: Step, spec: Specialization) -> Prepared:
+    def prepare(self, step: Step, spec: Specialization) -> Call:
         if reason := self.refusal(step, spec):
             raise UsageError(f"{step.name} {reason}")
-        module = self._module(step, spec)
-        return lambda sizes: partial(self._call, _Layout(module, sizes))
+        return partial(self._call, self._module(step, spec))
 
     def _call(
-        self, layout: _Layout, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
-    ) -> list[torch.Tensor]:
+        self,
+        module: _Module,
+        tensors: Sequence[torch.Tensor],
+        scalars: Sequence[float],
+    ) -> list[torch.Tensor] | None:
         # A thread that torch works in has the context already.
         if self._bindings.cuCtxGetCurrent()[1] == self._context_handle:
-            return self._call_in_context(layout, tensors, scalars)
+            return self._call_in_context(module, tensors, scalars)
         with self._pushed_context():
-            return self._call_in_context(layout, tensors, scalars)
+            return self._call_in_context(module, tensors, scalars)
 
     def _call_in_context(
-        self, layout: _Layout, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
-    ) -> list[torch.Tensor]:
+        self,
+        module: _Module,
+        tensors: Sequence[torch.Tensor],
+        scalars: Sequence[float],
+    ) -> list[torch.Tensor] | None:
         # Once freed, torch reuses it only for work later on the same stream.
-        workspace = self._allocate(layout) if layout.workspace_bytes else []
-        addresses = [part.data_ptr() for part in workspace]
-        key = (layout, *scalars, *addresses, *[t.data_ptr() for t in tensors])
-        params = self._params.get(key)
-        if params is None:
-            params = layout.module.packer(tensors, layout.sizes, scalars, addresses)
-            self._params.add(key, params)
-        self._launch(layout, params)
+        workspace = self._allocate(module, sizes_of(tensors)) if module.plan.workspaces else []
+        packed = module.packer(tensors, scalars, [part.data_ptr() for part in workspace])
+        if packed is None:
+            return None
+        # The bare handle, as torch's compiled code gets it: current_stream() makes an object.
+        if torch._C._cuda_getCurrentRawStream(self._index):
+            self._launch_beside(module, *packed)
+        else:
+            self._launch(module, *packed, None)
         return workspace
 
     @contextlib.contextmanager
@@ -191,27 +179,28 @@ class GpuBackend:
         finally:
             self._driver.Context.pop()
 
-    def _launch(self, layout: _Layout, params: bytes) -> None:
+    def _launch(self, module: _Module, params: bytes, blocks: list[int], stream) -> None:
+        """Launches the kernels, in order with a stream of PyCUDA's. None is torch's default one."""
+        try:
+            for each, count in zip(module.launches, blocks, strict=True):
+                grid = (count, 1, 1)
+                each.start(grid, each.block, each.gap + params, each.smem_bytes, stream)
+        except self._driver.Error as error:
+            raise RuntimeError(f"{module.step.name} cannot be launched: {error}") from None
+
+    def _launch_beside(self, module: _Module, params: bytes, blocks: list[int]) -> None:
         """Launches the kernels, in order with torch's current stream.
 
-        PyCUDA launches only on streams of its own. torch's default stream is its None. For any
-        other one, a stream of PyCUDA's waits for torch's, runs the kernels, and torch's waits for
-        it.
+        PyCUDA launches only on streams of its own: one of those waits for torch's, runs the
+        kernels, and torch's waits for it.
         """
-        stream = None
-        # The bare handle, as torch's compiled code gets it: current_stream() makes an object.
-        if torch._C._cuda_getCurrentRawStream(self.device.index):
-            current = torch.cuda.current_stream(self.device.index)
-            stream, beside = self._stream_beside(current)
-            beside.wait_stream(current)
+        current = torch.cuda.current_stream(self._index)
+        stream, beside = self._stream_beside(current)
+        beside.wait_stream(current)
         try:
-            for start, gap, grid, block, smem_bytes in layout.launches:
-                start(grid, block, gap + params, smem_bytes, stream)
-        except self._driver.Error as error:
-            raise RuntimeError(f"{layout.module.step.name} cannot be launched: {error}") from None
+            self._launch(module, params, blocks, stream)
         finally:
-            if stream:
-                current.wait_stream(beside)
+            current.wait_stream(beside)
 
     def _stream_beside(self, current: torch.cuda.Stream) -> tuple:
         """PyCUDA's stream for one of torch's, and the same as torch sees it."""
@@ -223,15 +212,15 @@ class GpuBackend:
                 self._streams[current.cuda_stream] = stream, beside
             return self._streams[current.cuda_stream]
 
-    def _allocate(self, layout: _Layout) -> list[torch.Tensor]:
-        num_bytes = layout.workspace_bytes
+    def _allocate(self, module: _Module, sizes: Sequence[int]) -> list[torch.Tensor]:
+        num_bytes = [each.num_bytes(sizes) for each in module.plan.workspaces]
         try:
-            workspace = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in num_bytes]
+            workspace = [empty_cuda((n,), (1,), torch.uint8) for n in num_bytes]
         except torch.OutOfMemoryError:
             cached = torch.cuda.memory_reserved(self.device)
             cached -= torch.cuda.memory_allocated(self.device)
             free = torch.cuda.mem_get_info(self.device)[0] + cached
-            raise not_enough_memory(layout.module.step, sum(num_bytes), free) from None
+            raise not_enough_memory(module.step, sum(num_bytes), free) from None
         if self._poison:
             for part in workspace:
                 part.fill_(POISON)
@@ -255,30 +244,30 @@ class GpuBackend:
             start_early = self._kernels_start_early(step, module)
             resources = parse_resources(build.log)
             plan = read_plan(descriptor, self.multiprocessors)
-            encoders = map_encoders(GpuMapEncoder, step, descriptor, DTYPES[spec.dtype])
-            packer = Packer(step.name, step.operation, descriptor.alignment, encoders)
-            launches = []
+            launches, clusters = [], []
             for index, kernel in enumerate(plan.kernels):
                 name, block = kernel.name, (kernel.threads, 1, 1)
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
                 params_bytes = ctypes.sizeof(params_type(step.operation))
                 offset, cluster = _inspect(build.path, name, params_bytes, self.device.index)
+                clusters.append(cluster)
                 if start_early and index > 0:
                     most_smem_bytes = min(kernel.smem_bytes, self._smem_limit)
                     # The driver knows the parameter's place, and leaves the gap itself.
                     early = EarlyLaunch(build.path, name, most_smem_bytes)
-                    launches.append(_Launch(early, b"", cluster, kernel, block))
+                    launches.append(_Launch(early, b"", block, kernel.smem_bytes))
                     continue
                 function = module.get_function(name)
                 # The end of prepared_async_call, which packs the bytes first: most of its time.
                 launches.append(
-                    _Launch(function._launch_kernel, bytes(offset), cluster, kernel, block)
+                    _Launch(function._launch_kernel, bytes(offset), block, kernel.smem_bytes)
                 )
                 if DEFAULT_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
                     function.set_attribute(
                         self._driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES,
                         kernel.smem_bytes,
                     )
+            packer = Packer(step, descriptor, plan, clusters, spec, driver_encoder(spec))
             return _Module(step, descriptor, plan, packer, tuple(launches), resources)
 
     def _kernels_start_early(self, step: Step, module) -> bool:

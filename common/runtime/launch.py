@@ -1,14 +1,12 @@
-"""The host's side of launch.h: packs the kernels' parameter, evaluates the launch descriptor."""
+"""The host's side of launch.h: the kernels' parameter and the launch descriptor."""
 
 from __future__ import annotations
 
 import ctypes
-import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ..cache import Cache
 from ..errors import UsageError
 from ..operation import SIZES, Operation
 
@@ -99,13 +97,6 @@ class Kernel:
     smem_bytes: int
     most_blocks: int  # 0: as many as there are tiles
 
-    def blocks(self, sizes: Sequence[int]) -> int:
-        """How many, where the sizes are those of SIZES."""
-        tiles = 1
-        for size, tile in self.axes:
-            tiles *= -(-sizes[size] // tile)
-        return min(tiles, self.most_blocks or tiles)
-
 
 @dataclass(frozen=True)
 class Workspace:
@@ -189,75 +180,3 @@ def check_alignment(step_name: str, alignment: int, tensors: Mapping) -> None:
                     f"{step_name} reads {alignment} bytes at a time, and the {what} of {name} is "
                     f"not a multiple of {alignment} bytes: pass {name}.clone()"
                 )
-
-
-_STRIDES = struct.Struct("<3q")
-
-# The bits of a tensor map, of a tensor's address, shape and element strides.
-EncodeMap = Callable[[int, Sequence[int], Sequence[int]], bytes]
-
-
-class Packer:
-    """Packs the parameter of a step's kernels: what is the same for each call is known before.
-
-    encode_maps has, by the tensor's name, how to encode the maps that the step asks for. What the
-    parameter says of a tensor is kept, as another call may have the same one: in decoding the
-    allocator gives q and o the same addresses again.
-    """
-
-    def __init__(
-        self,
-        step_name: str,
-        operation: Operation,
-        alignment: int,
-        encode_maps: Mapping[str, EncodeMap],
-    ) -> None:
-        self._step_name = step_name
-        self._alignment = alignment
-        self._no_workspace = [0] * operation.workspaces
-        self._described = Cache()
-        self._strided = [
-            (index, operand.name, encode_maps.get(operand.name))
-            for index, operand in enumerate(operation.operands)
-            if operand.strided
-        ]
-        count = len(self._strided)
-        fields = (
-            f"<{f'{TENSOR_MAP_BYTES}s' * count}{len(operation.operands)}Q{operation.workspaces}Q"
-            f"{f'{_STRIDES.size}s' * count}{len(SIZES)}i{len(operation.scalars)}f"
-        )
-        padding = ctypes.sizeof(params_type(operation)) - struct.calcsize(fields)
-        self._format = struct.Struct(f"{fields}{padding}x")
-
-    def __call__(
-        self,
-        tensors: Sequence,
-        sizes: Sequence[int],
-        scalars: Sequence[float],
-        workspace: Sequence[int],
-    ) -> bytes:
-        """The parameter for tensors in the order of the operands, and workspaces at addresses.
-
-        Raises UsageError where the step cannot take such tensors.
-        """
-        addresses = [t.data_ptr() for t in tensors]
-        addresses += workspace
-        addresses += self._no_workspace[len(workspace) :]
-        maps, all_strides = [], []
-        for index, name, encode in self._strided:
-            t = tensors[index]
-            key = index, addresses[index], t.shape, t.stride()
-            described = self._described.get(key)
-            if described is None:
-                described = self._described.add(key, self._describe(name, t, encode))
-            maps.append(described[0])
-            all_strides.append(described[1])
-        return self._format.pack(*maps, *addresses, *all_strides, *sizes, *scalars)
-
-    def _describe(self, name: str, t, encode: EncodeMap | None) -> tuple[bytes, bytes]:
-        """The bits of the tensor's map, if the step asks for one, and of its strides."""
-        address, three = t.data_ptr(), strides(t)
-        batch, head, row = three
-        if (address | (batch | head | row) * t.itemsize) & (self._alignment - 1):
-            check_alignment(self._step_name, self._alignment, {name: t})
-        return encode(address, t.shape, three) if encode else b"", _STRIDES.pack(batch, head, row)

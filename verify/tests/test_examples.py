@@ -40,10 +40,9 @@ WORKED = {
 
 def run_example(path: Path, folder: Path, **environment: str) -> str:
     """What the example prints, from any folder."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(path)]
     ended = subprocess.run(
-        command, cwd=folder, env=kept | environment, capture_output=True, text=True
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
     assert "UserWarning" not in ended.stderr, "something fell back"

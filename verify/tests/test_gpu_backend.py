@@ -19,8 +19,10 @@ from common.problem import Specialization
 from common.runtime import driver, gpu
 from common.runtime.build import Build, Resources
 from common.runtime.cpu import CpuBackend
-from common.runtime.launch import params_type, sizes_of
+from common.runtime.launch import params_type
+from common.runtime.pack import simt_encoder
 from common.step import read_step
+from verify.tests.tensor_map_fields import TensorMapFields
 
 CONTEXT = 7  # torch's
 GAP = b"gap"  # before a kernel's parameter
@@ -62,8 +64,6 @@ class Gpu:
         monkeypatch.setattr(gpu, "bindings", lambda: bindings)
         monkeypatch.setattr(gpu, "nvcc", lambda: "nvcc")
         monkeypatch.setattr(gpu, "build_cubin", lambda *job: job)
-        monkeypatch.setattr(gpu.GpuMapEncoder, "_encode", self.encode)
-        monkeypatch.setattr("common.runtime.tensor_map.bindings", lambda: bindings)
         properties = SimpleNamespace(multi_processor_count=132)
         for name, value in {
             "is_available": lambda: True,
@@ -80,25 +80,21 @@ class Gpu:
             lambda index: {0: self.stream.cuda_stream}[index],
             raising=False,  # a torch for the CPU has none
         )
+        monkeypatch.setattr(gpu, "empty_cuda", torch._C._dynamo.guards._empty_strided_cpu)
         self.backend = gpu.GpuBackend(torch.device("cuda", 0))
-        self.backend.device = torch.device("cpu", 0)  # of the workspaces
         monkeypatch.setattr(self.backend, "_load", self.load)
 
     def current_stream(self, index):
         assert self.stream.cuda_stream, "made an object for the default stream"
         return self.stream
 
-    def encode(self, address, sizes, byte_strides):
-        self.events.append("encode")
-        return bytes(128)
-
     def load(self, step, spec, job):
         descriptor = CpuBackend().descriptor(step, spec)
         plan = gpu.read_plan(descriptor, self.backend.multiprocessors)
-        encoders = gpu.map_encoders(gpu.GpuMapEncoder, step, descriptor, gpu.DTYPES[spec.dtype])
-        packer = gpu.Packer(step.name, step.operation, descriptor.alignment, encoders)
+        clusters = [self.cluster] * len(plan.kernels)
+        packer = gpu.Packer(step, descriptor, plan, clusters, spec, simt_encoder(spec))
         launches = tuple(
-            gpu._Launch(self.launch, GAP, self.cluster, kernel, (kernel.threads, 1, 1))
+            gpu._Launch(self.launch, GAP, (kernel.threads, 1, 1), kernel.smem_bytes)
             for kernel in plan.kernels
         )
         return gpu._Module(step, descriptor, plan, packer, launches, {})
@@ -129,30 +125,31 @@ def tensors() -> tuple[torch.Tensor, ...]:
     return q, k, v, o, torch.zeros(1, 2, 9)
 
 
-def test_a_repeated_call_encodes_nothing(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
-    call(tensors, [0.5])
-    assert fake.take() == ["encode"] * 4 + [None]  # maps of q, k, v and o
-    call(tensors, [0.5])
-    assert fake.take() == [None]
+def encoded(params, name: str) -> tuple[int, ...]:
+    """A map's address, sizes and strides in bytes, innermost axis first."""
+    fields = TensorMapFields.from_buffer_copy(getattr(params, f"{name}_map"))
+    return fields.address, *fields.sizes, *fields.strides
 
 
 @pytest.mark.parametrize("index", range(5))
 def test_another_address_is_packed(fake, tensors, index) -> None:
-    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
+    call = fake.backend.prepare(V11, SPEC)
     call(tensors, [0.5])
     others = [t.clone() if place == index else t for place, t in enumerate(tensors)]
     call(others, [0.5])
     call(tensors, [0.5])
-    first, second, third = (event[1] for event in fake.events if isinstance(event, tuple))
+    first, second, third = (event[1] for event in fake.events)
     name = ("q", "k", "v", "o", "lse")[index]
     assert getattr(first, name) == getattr(third, name) == tensors[index].data_ptr()
     assert getattr(second, name) == others[index].data_ptr()
-    assert fake.take().count("encode") == 4 + (name != "lse")
+    if name != "lse":
+        assert encoded(first, name) == encoded(third, name)
+        assert encoded(second, name)[0] == others[index].data_ptr()
+        assert encoded(second, name)[1:] == encoded(first, name)[1:]
 
 
 def test_another_scale_is_packed(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
+    call = fake.backend.prepare(V11, SPEC)
     for scale in (0.5, 0.25, 0.5):
         call(tensors, [scale])
     scales = [event[1].softmax_scale for event in fake.events if isinstance(event, tuple)]
@@ -160,21 +157,24 @@ def test_another_scale_is_packed(fake, tensors) -> None:
 
 
 def test_a_growing_cache_is_prepared_once(fake, tensors, monkeypatch) -> None:
-    """Of a call with a key more than the one before only what that changes is new."""
-    prepared = fake.backend.prepare(V11, SPEC)
+    """One call is good for all lengths, in one buffer and in new tensors."""
+    call = fake.backend.prepare(V11, SPEC)
     q, k, v, o, lse = tensors
-    prepared(sizes_of(tensors))(tensors, [0.5])
-    fake.take()
     monkeypatch.setattr(fake.backend, "_load", None)
-    for seq_k in (8, 7):
-        shorter = q, k[:, :, :seq_k], v[:, :, :seq_k], o, lse
-        prepared(sizes_of(shorter))(shorter, [0.5])
-        assert fake.events[-1][1].seq_k == seq_k
-        assert fake.take() == ["encode", "encode", None]  # maps of k and v
+    for seq_k in (7, 8, 9):
+        grown = k[:, :, :seq_k], v[:, :, :seq_k].clone()
+        call((q, *grown, o, lse), [0.5])
+        (_, params) = fake.events[-1]
+        assert params.seq_k == seq_k
+        for name, t, head in zip(("k", "v"), grown, (9, seq_k), strict=True):
+            sizes, byte_strides = (64, seq_k, 2, 1), (128, 128 * head, 0)
+            assert encoded(params, name) == (t.data_ptr(), *sizes, *byte_strides)
+            strides = getattr(params, f"{name}_stride")
+            assert (strides.batch, strides.head, strides.row) == (0, 64 * head, 64)
 
 
 def test_a_new_workspace_is_packed(fake, tensors) -> None:
-    call = fake.backend.prepare(V01, SPEC)(sizes_of(tensors))
+    call = fake.backend.prepare(V01, SPEC)
     first, second = (call(tensors, [0.5]) for _ in range(2))
     addresses = [[part.data_ptr() for part in workspace] for workspace in (first, second)]
     assert addresses[0] != addresses[1]
@@ -184,7 +184,7 @@ def test_a_new_workspace_is_packed(fake, tensors) -> None:
 
 
 def test_a_thread_in_another_context(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
+    call = fake.backend.prepare(V11, SPEC)
     call(tensors, [0.5])
     fake.take()
     for fake.current_context in (0, CONTEXT + 1):
@@ -193,7 +193,7 @@ def test_a_thread_in_another_context(fake, tensors) -> None:
 
 
 def test_another_stream(fake, tensors) -> None:
-    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
+    call = fake.backend.prepare(V11, SPEC)
     call(tensors, [0.5])
     fake.take()
     fake.stream.cuda_stream = 5
@@ -205,7 +205,7 @@ def test_another_stream(fake, tensors) -> None:
 
 def test_a_launch_that_fails_is_one_clear_line(fake, tensors) -> None:
     fake.fails, fake.stream.cuda_stream = True, 5
-    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
+    call = fake.backend.prepare(V11, SPEC)
     with pytest.raises(RuntimeError, match=rf"^{V11.name} cannot be launched: cuLaunchKernel"):
         call(tensors, [0.5])
     assert fake.take()[-1] == "torch waits"
@@ -223,11 +223,10 @@ def test_a_grid_is_filled_up_to_whole_clusters(fake, tensors) -> None:
 
 def test_a_step_reads_no_rows_off_its_alignment(fake, tensors) -> None:
     q, *others = tensors
-    call = fake.backend.prepare(V11, SPEC)(sizes_of(tensors))
-    call(tensors, [0.5])
     off = torch.zeros(1, 2, 9, 65, dtype=q.dtype)[..., :64]
     with pytest.raises(UsageError, match="v11 reads 16 bytes at a time, and the stride 585 of"):
-        call((off, *others), [0.5])
+        fake.backend.launch(V11, off, *others, causal=False, softmax_scale=0.5)
+    assert not fake.events
 
 
 @pytest.fixture
@@ -236,6 +235,7 @@ def load(fake, monkeypatch) -> Callable[[bytes | None], gpu._Module]:
     step = read_step(ROOT / "verify" / "instructions" / "dependent_launch.cu")
     descriptor = CpuBackend().descriptor(step, Specialization(8, "bf16", False))
     resources = dict.fromkeys(("first", "second", "third"), Resources(*[0] * 6))
+    monkeypatch.setattr(gpu, "driver_encoder", simt_encoder)
     monkeypatch.setattr(gpu, "parse_resources", lambda log: resources)
     monkeypatch.setattr(gpu, "_inspect", lambda cubin, kernel, params_bytes, device: (16, 2))
     monkeypatch.setattr(gpu, "EarlyLaunch", lambda cubin, name, smem_bytes: f"early {name}")
@@ -265,21 +265,14 @@ def load(fake, monkeypatch) -> Callable[[bytes | None], gpu._Module]:
 
 def test_kernels_that_start_early_are_launched_by_cuda_bindings(fake, load) -> None:
     module = fake.backend._driver.module_from_file.return_value
-    by_pycuda = module.get_function.return_value._launch_kernel, bytes(16), 2
+    by_pycuda = module.get_function.return_value._launch_kernel, bytes(16)
 
-    def launches(start_early: bytes | None) -> dict[str, tuple]:
-        return {
-            launch.kernel.name: (launch.start, launch.gap, launch.cluster)
-            for launch in load(start_early).launches
-        }
+    def launches(start_early: bytes | None) -> list[tuple]:
+        return [(launch.start, launch.gap) for launch in load(start_early).launches]
 
-    assert launches(b"\1\0\0\0") == {
-        "first": by_pycuda,
-        "second": ("early second", b"", 2),
-        "third": ("early third", b"", 2),
-    }
+    assert launches(b"\1\0\0\0") == [by_pycuda, ("early second", b""), ("early third", b"")]
     for absent_or_0 in (None, bytes(4)):
-        assert launches(absent_or_0) == dict.fromkeys(("first", "second", "third"), by_pycuda)
+        assert launches(absent_or_0) == [by_pycuda] * 3
 
 
 @pytest.mark.parametrize(

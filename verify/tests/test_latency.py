@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice, repeat
 
 import pytest
 import torch
@@ -87,17 +87,23 @@ def test_a_wrong_call_is_not_timed(without_a_gpu, error):
 def test_the_warm_up_does_not_count(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     calls = []
-    times = latency.time_host(lambda: calls.append(1))
-    assert len(times) == latency.BURSTS * latency.CALLS == len(calls) - latency.CALLS
-    assert min(times) > 0
+    names = ("first", "second")
+    times = latency.time_host({name: (calls.append, repeat((name,))) for name in names})
+    for name in names:
+        assert len(times[name]) == latency.BURSTS * latency.CALLS
+        assert calls.count(name) == len(times[name]) + latency.CALLS
+        assert min(times[name]) > 0
+    bursts = [name for name, _ in groupby(calls)]
+    assert bursts == list(names) * (1 + latency.BURSTS), "they take turns"
 
 
 def test_what_decodes_gets_a_key_more_at_each_call(monkeypatch):
     asked = {}
 
-    def time_host(call, arguments):
-        asked.setdefault(call, []).append(list(islice(arguments, 4)))
-        return [1.0]
+    def time_host(calls):
+        for call, arguments in calls.values():
+            asked.setdefault(call, []).append(list(islice(arguments, 4)))
+        return {name: [1.0] for name in calls}
 
     monkeypatch.setattr(latency, "time_host", time_host)
     monkeypatch.setattr(latency, "FIRST_KEYS", 3)

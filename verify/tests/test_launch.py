@@ -8,14 +8,17 @@ import subprocess
 import pytest
 import torch
 
+from common.catalog import find_step
 from common.errors import UsageError
 from common.operation import BACKWARD, FORWARD
 from common.paths import ROOT
-from common.runtime import launch, tensor_map
+from common.problem import Specialization
+from common.runtime import launch, pack
 from common.runtime.build import host_compiler
 from common.runtime.cpu import CpuBackend
 from common.step import read_step
 from verify.tests.small_kernels import run, write_step
+from verify.tests.tensor_map_fields import VALID_TENSOR_MAP, TensorMapFields
 
 STRUCTS = {
     "Strides": launch._Strides,
@@ -27,7 +30,11 @@ STRUCTS = {
     "LaunchDescriptor": launch.descriptor_type(FORWARD),
     "BackwardParams": launch.params_type(BACKWARD),
     "BackwardDescriptor": launch.descriptor_type(BACKWARD),
-    "simt::TensorMapFields": tensor_map.TensorMapFields,
+    "simt::TensorMapFields": TensorMapFields,
+    "packing::Operand": pack._Operand,
+    "packing::Extent": pack._Extent,
+    "packing::Kernel": pack._Kernel,
+    "packing::Plan": pack._Plan,
 }
 PROGRAM = """
 #include <stddef.h>
@@ -35,6 +42,7 @@ PROGRAM = """
 using Element = uint16_t;
 #include "backward.h"
 #include "simt/tensor_map.h"
+#include "pack.cpp"
 int main() {{
     {statements}
     printf("%d\\n", simt::VALID_TENSOR_MAP);
@@ -79,7 +87,7 @@ def test_structs_have_the_same_layout_in_python_and_cpp(told_by_cpp) -> None:
         for field in field_names(struct):
             place = getattr(struct, field)
             assert (next(numbers), next(numbers)) == (place.offset, place.size), f"{name}.{field}"
-    assert next(numbers) == tensor_map.VALID_TENSOR_MAP
+    assert next(numbers) == VALID_TENSOR_MAP
     for operation in (FORWARD, BACKWARD):
         assert ctypes.sizeof(launch.params_type(operation)) % 128 == 0, "nvcc's alignas(128)"
 
@@ -95,8 +103,8 @@ def descriptor(blocks_per_sm: int) -> launch.LaunchDescriptor:
     return descriptor
 
 
-SIZE_HEADS, SIZE_SEQ_Q = 1, 3  # of enum Size
-SIZES = (2, 3, 1, 200, 100)  # 3 heads x 4 tiles of 64 queries
+SIZE_BATCH, SIZE_HEADS, SIZE_SEQ_Q, SIZE_SEQ_K = 0, 1, 3, 4  # of enum Size
+SIZES = (2, 3, 1, 200, 100)  # in their order; 3 heads x 4 tiles of 64 queries
 
 
 @pytest.mark.parametrize(
@@ -111,8 +119,34 @@ SIZES = (2, 3, 1, 200, 100)  # 3 heads x 4 tiles of 64 queries
     ],
 )
 def test_grid_is_limited(blocks_per_sm, multiprocessors, blocks):
-    plan = launch.read_plan(descriptor(blocks_per_sm), multiprocessors)
-    assert [kernel.blocks(SIZES) for kernel in plan.kernels] == [blocks]
+    assert count_blocks(descriptor(blocks_per_sm), multiprocessors) == [blocks]
+
+
+def count_blocks(descriptor: launch.LaunchDescriptor, multiprocessors: int, cluster: int = 1):
+    """Of a call of SIZES."""
+    batch, heads, kv_heads, seq_q, seq_k = SIZES
+    spec = Specialization(8, "bf16", causal=False)
+    plan = launch.read_plan(descriptor, multiprocessors)
+    clusters, encoder = [cluster] * len(plan.kernels), pack.simt_encoder(spec)
+    packer = pack.Packer(find_step("v01"), descriptor, plan, clusters, spec, encoder)
+    q, k = (
+        torch.zeros(batch, *sizes, 8, dtype=torch.bfloat16)
+        for sizes in ((heads, seq_q), (kv_heads, seq_k))
+    )
+    _, blocks = packer((q, k, k, q, torch.zeros(batch, heads, seq_q)), [1.0], [])
+    return blocks
+
+
+def test_a_grid_is_filled_up_to_whole_clusters():
+    assert count_blocks(descriptor(0), 1, cluster=5) == [15]
+    assert count_blocks(descriptor(1), 7, cluster=4) == [8]
+
+
+def test_grids_of_as_many_tiles_as_there_can_be():
+    many = descriptor(0)
+    many.kernels[0].grid[2] = launch._Extent(SIZE_SEQ_K, 1)
+    many.kernels[0].grid[3] = launch._Extent(SIZE_BATCH, 1)
+    assert count_blocks(many, 1) == [12 * 100 * 2]
 
 
 @pytest.mark.parametrize("alignment", [-16, 0, 12])

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.operation import FORWARD, OPERATIONS, Operand, Operation, operation_of
-from common.problem import GRID, HEADLINE, LATENCY, Problem, Shape
+from common.problem import GRID, HEADLINE, LATENCY, Problem, Shape, Specialization
 from common.record_schema import RECORD, find_error
 from common.runtime.backend import empty_outputs, specialization
-from common.runtime.launch import (
-    Packer,
-    descriptor_type,
-    params_type,
-    sizes_of,
-)
+from common.runtime.launch import Box, Plan, descriptor_type, params_type, sizes_of
+from common.runtime.pack import Packer, simt_encoder
+from common.runtime.tensor_map import MapEncoder
 from verify.reference import oracle_of, yardstick_of
+from verify.tests.tensor_map_fields import TensorMapFields
 
 Q, K = ("batch", "heads", "seq_q", "head_dim"), ("batch", "kv_heads", "seq_k", "head_dim")
 GRADIENT_OF_Q = Operation(
@@ -82,21 +84,32 @@ def test_flops_of_a_mask_are_those_of_the_visible_keys() -> None:
     assert flops == 4 * 8 * (visible - 30 / 2)
 
 
+def make_packer(operation: Operation, spec: Specialization, encoder: MapEncoder, **boxes: Box):
+    """Of a step of the operation, with tensor maps that have these boxes."""
+    step = SimpleNamespace(name="x01", operation=operation)
+    descriptor = descriptor_type(operation)(alignment=16)
+    for name, box in boxes.items():
+        setattr(descriptor, f"{name}_box", box)
+    return Packer(step, descriptor, Plan((), ()), [], spec, encoder)
+
+
 def test_another_operation_is_packed() -> None:
     q, k, do = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 4, 3, 16)[..., :8]
     tensors = (q, k, do, torch.zeros(1, 4, 3), torch.zeros(1, 4, 3, 8))
-    sizes = sizes_of(tensors)
-    assert sizes == (1, 4, 2, 3, 5)
-    assert str(specialization(tensors, causal=True)) == "d8_fp32_causal"
-    asked = []
-    encode = lambda *given: asked.append(given) or bytes(range(128))  # noqa: E731
-    packer = Packer("x01", GRADIENT_OF_Q, 16, {"do": encode})
-    packed = packer(tensors, sizes, (0.5, 0.25), [7])
+    assert sizes_of(tensors) == (1, 4, 2, 3, 5)
+    spec = specialization(tensors, causal=True)
+    assert str(spec) == "d8_fp32_causal"
+    packer = make_packer(GRADIENT_OF_Q, spec, simt_encoder(spec), do=Box(2, 4, 0))
+    packed, blocks = packer(tensors, (0.5, 0.25), [7])
+    assert blocks == []
     params = params_type(GRADIENT_OF_Q).from_buffer_copy(packed)
     assert len(packed) == ctypes.sizeof(params)
-    assert asked == [(do.data_ptr(), do.shape, (0, 48, 16))]
     assert ctypes.sizeof(params) % 128 == 0
-    assert bytes(params.do_map) == bytes(range(128))
+    fields = TensorMapFields.from_buffer_copy(params.do_map)
+    assert (fields.address, fields.element_bytes) == (do.data_ptr(), 4)
+    assert (list(fields.sizes), list(fields.strides)) == ([8, 3, 4, 1], [64, 192, 0])
+    assert (fields.box_rows, fields.box_columns) == (2, 4)
+    assert bytes(params.k_map) == bytes(128)
     addresses = params.q, params.k, params.do, params.delta, params.dq
     assert addresses == tuple(t.data_ptr() for t in tensors)
     assert list(params.workspace) == [7, 0]
@@ -106,6 +119,77 @@ def test_another_operation_is_packed() -> None:
     assert not hasattr(params, "delta_stride")
     descriptor = descriptor_type(GRADIENT_OF_Q)
     assert descriptor.dq_box.offset - descriptor.q_box.offset == 3 * descriptor.q_box.size
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, do, delta, dq: (q[0:0], k, do, delta, dq),
+        lambda q, k, do, delta, dq: (q[:, :3], k, do[:, :3], delta, dq[:, :3]),  # for 2 kv_heads
+        lambda q, k, do, delta, dq: (q, k, do[:, :, 1:], delta, dq),
+        lambda q, k, do, delta, dq: (q, k, do, delta, dq[:, :2]),
+        lambda q, k, do, delta, dq: (q[..., :4], k, do, delta, dq),
+        lambda q, k, do, delta, dq: (q, k.mT.contiguous().mT, do, delta, dq),
+        lambda q, k, do, delta, dq: (q, torch.zeros(81)[1:].view(1, 2, 5, 8), do, delta, dq),
+        lambda q, k, do, delta, dq: (q, k, torch.zeros(1, 4, 3, 9)[..., :8], delta, dq),
+        lambda q, k, do, delta, dq: (q, k.expand(2, -1, -1, -1), do, delta, dq),
+        lambda q, k, do, delta, dq: (q.expand(2**31, -1, -1, -1),) * 5,
+    ],
+    ids=[
+        "empty",
+        "heads",
+        "rows",
+        "output",
+        "head_dim",
+        "stride",
+        "address",
+        "gap",
+        "batch",
+        "2^31",
+    ],
+)
+def test_what_does_not_fit_is_not_packed(change) -> None:
+    good = [torch.zeros(1, 4, 3, 8) for _ in range(5)]
+    good[1], good[3] = torch.zeros(1, 2, 5, 8), torch.zeros(1, 4, 3)
+    spec = specialization(good, causal=True)
+    packer = make_packer(GRADIENT_OF_Q, spec, simt_encoder(spec))
+    assert packer(good, (0.5, 0.25), []) is not None
+    assert packer(change(*good), (0.5, 0.25), []) is None
+
+
+def test_threads_pack_at_the_same_time() -> None:
+    """A thread that is in the middle of it finds nothing of another one's tensors."""
+    barrier = threading.Barrier(2)
+
+    @ctypes.CFUNCTYPE(
+        ctypes.c_int,
+        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),
+        *[ctypes.c_void_p] * 4,
+        *[ctypes.c_int] * 4,
+    )
+    def encode(place, data_type, rank, address, *_):
+        ctypes.memmove(place, struct.pack("Q", address), 8)
+        barrier.wait(10)
+        return 0
+
+    spec = Specialization(8, "bf16", causal=False)
+    encoder = MapEncoder(ctypes.cast(encode, ctypes.c_void_p).value, 0, 0, str)
+    boxes = dict.fromkeys(("q", "k", "v", "o"), Box(16, 8, 0))
+    packer = make_packer(FORWARD, spec, encoder, **boxes)
+
+    def pack(tensors) -> bytes:
+        return packer(tensors, [0.5], [])[0]
+
+    calls = [
+        [*torch.zeros(4, 1, 1, n, 8, dtype=torch.bfloat16), torch.zeros(1, 1, n)] for n in (3, 4)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        found = map(params_type(FORWARD).from_buffer_copy, pool.map(pack, calls))
+    for params, tensors in zip(found, calls, strict=True):
+        for name, t in zip(("q", "k", "v", "o"), tensors[:4], strict=True):
+            assert struct.unpack_from("Q", bytes(getattr(params, f"{name}_map"))) == (t.data_ptr(),)
+            assert getattr(params, name) == t.data_ptr()
+        assert params.seq_q == tensors[0].shape[2]
 
 
 def test_outputs_lie_like_the_inputs_they_resemble() -> None:

@@ -257,9 +257,13 @@ def prepared(monkeypatch) -> list:
     """The steps that are looked up."""
     steps = []
     choose = op._choose
+
+    def spy(*given, as_they_lie):
+        steps.append(given[3])
+        return choose(*given, as_they_lie=as_they_lie)
+
     monkeypatch.setattr(op, "_calls", cache.Cache())
-    monkeypatch.setattr(op, "_steps", cache.Cache())
-    monkeypatch.setattr(op, "_choose", lambda *given: steps.append(given[3]) or choose(*given))
+    monkeypatch.setattr(op, "_choose", spy)
     return steps
 
 
@@ -282,7 +286,7 @@ def test_what_a_step_depends_on_is_looked_up(prepared) -> None:
     at_2 = torch.empty(q.numel() + 1, dtype=BF16)[1:].view(q.shape)
     calls = [
         (q, k, v),
-        (off.copy_(q), k, v),  # rows that are not at multiples of 16 bytes
+        (off.copy_(q), k, v),  # rows that are not at multiples of 16 bytes, but of 2
         (q.half(), k.half(), v.half()),
         (q[..., :32].contiguous(), k[..., :32].contiguous(), v[..., :32].contiguous()),
     ]
@@ -312,6 +316,60 @@ def test_an_axis_of_size_1_has_no_stride(prepared) -> None:
         expected = scaled_dot_product_attention(q, k, k)
         torch.testing.assert_close(o, expected, atol=2**-8, rtol=2**-7)
     assert len(prepared) == 2
+
+
+def test_rows_that_few_steps_can_read_decide_for_no_others(prepared) -> None:
+    """A step is chosen as if all rows were aligned, and another one for rows that are not."""
+    q, k, v = make_inputs()
+    off = torch.empty(*q.shape[:3], q.shape[3] + 1, dtype=BF16)[..., :-1].copy_(q)
+    for inputs in ((off, k, v), (q, k, v), (off, k, v)):
+        o = attention(*inputs)
+        torch.testing.assert_close(o, attention(q, k, v, step=OLDEST.name), atol=2**-8, rtol=2**-7)
+    newest, oldest, _ = (chosen.name for chosen in op._calls.values())
+    assert (newest > oldest, oldest) == (True, OLDEST.name)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=f"^{newest} reads 16 bytes at a time, and the stride"):
+            attention(off, k, v, step=newest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: (q, k.repeat(1, 3, 1, 1), v.repeat(1, 3, 1, 1)),
+        lambda q, k, v: (torch.cat([q, q]), k, v),
+        lambda q, k, v: (q, k[:, :, :-1], v),
+        lambda q, k, v: (q, k, v.repeat(1, 2, 1, 1)),
+        lambda q, k, v: (q, k[:, :0], v[:, :0]),
+        lambda q, k, v: (q[:, :, :0], k, v),
+        lambda q, k, v: (q, k[..., :32], v[..., :32]),
+        lambda q, k, v: (q, k, v[..., :32]),
+        lambda q, k, v: (q[0], k, v),
+        lambda q, k, v: (q, k[0], v[None]),
+        lambda q, k, v: (q, k.mT.contiguous().mT, v),
+    ],
+    ids=[
+        "heads",
+        "batch",
+        "k's keys",
+        "v's heads",
+        "no heads",
+        "no queries",
+        "head_dim",
+        "v's head_dim",
+        "3 axes",
+        "3 and 5 axes",
+        "stride",
+    ],
+)
+def test_what_does_not_fit_is_told_as_at_the_first_call(change, prepared) -> None:
+    good = make_inputs()
+    bad = change(*good)
+    with pytest.raises(UsageError) as first:
+        attention(*bad)
+    attention(*good)
+    with pytest.raises(UsageError) as later:
+        attention(*bad)
+    assert str(later.value) == str(first.value)
 
 
 def test_a_bad_input_is_refused_each_time() -> None:
@@ -366,13 +424,12 @@ class FakeBackend:
         return LaunchDescriptor(alignment=1)
 
     def prepare(self, step, spec) -> Callable:
-        return lambda sizes: lambda tensors, scalars: tensors[3].fill_(id(self) % 251)
+        return lambda tensors, scalars: tensors[3].fill_(id(self) % 251)
 
 
 @pytest.fixture
 def fake_backend(monkeypatch) -> type[FakeBackend]:
     monkeypatch.setattr(op, "_calls", cache.Cache())
-    monkeypatch.setattr(op, "_steps", cache.Cache())
     monkeypatch.setattr(op, "_backends", {})
     monkeypatch.setattr("common.runtime.cpu.CpuBackend", FakeBackend)
     monkeypatch.setattr(FakeBackend, "made", 0)
@@ -402,7 +459,6 @@ def test_a_backend_outlives_the_calls_that_are_kept(fake_backend, monkeypatch) -
     attention(q, k, v, causal=True)
     assert len(op._calls) == 1
     op._calls.clear()
-    op._steps.clear()
     gc.collect()
     assert backend() is not None
     attention(q, k, v)

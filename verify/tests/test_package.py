@@ -89,7 +89,13 @@ def test_only_what_attention_runs_is_inside(installed: Path) -> None:
     info, package = sorted(installed.iterdir(), key=lambda path: path.suffix, reverse=True)
     assert info.suffix == ".dist-info"
     assert package.name == "attention_worklog"
-    runtime = "runtime/*.py", "runtime/*.h", "runtime/device/**/*", "runtime/simt/**/*"
+    runtime = (
+        "runtime/*.py",
+        "runtime/*.h",
+        "runtime/*.cpp",
+        "runtime/device/**/*",
+        "runtime/simt/**/*",
+    )
     expected = relative_files(ROOT / "common", "*.py", "py.typed", *runtime)
     expected |= {f"steps/{step.path.name}" for step in all_steps()}
     assert relative_files(package, "**/*") == expected

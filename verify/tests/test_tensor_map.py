@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -14,32 +16,38 @@ from common import attention
 from common.catalog import find_step
 from common.errors import UsageError
 from common.operation import FORWARD
+from common.runtime.backend import specialization
 from common.runtime.cpu import CpuBackend
 from common.runtime.driver import bindings, call
-from common.runtime.launch import TENSOR_MAP_BYTES, Box, descriptor_type, strides
-from common.runtime.tensor_map import (
-    VALID_TENSOR_MAP,
-    CpuMapEncoder,
-    GpuMapEncoder,
-    MapEncoder,
-    TensorMapFields,
-    map_encoders,
+from common.runtime.launch import (
+    TENSOR_MAP_BYTES,
+    Box,
+    Plan,
+    descriptor_type,
+    params_type,
+    strides,
 )
+from common.runtime.pack import Packer, simt_encoder
+from common.runtime.tensor_map import MapEncoder, driver_encoder
 from common.step import read_step
 from verify.layouts import contiguous, expanded, packed, padded, transposed
+from verify.tests.tensor_map_fields import VALID_TENSOR_MAP, TensorMapFields
 
 NONE, B32, B64, B128 = range(4)  # enum Swizzle
 BF16 = torch.bfloat16
 
 
 def encode(
-    t: torch.Tensor, box: Box, alignment: int = 16, encoder: type[MapEncoder] = CpuMapEncoder
+    t: torch.Tensor, box: Box, alignment: int = 16, encoder: Callable = simt_encoder
 ) -> bytes:
     """The map of k that a step with this box gets of t."""
     descriptor = descriptor_type(FORWARD)(alignment=alignment, k_box=box)
-    ((name, encode_k),) = map_encoders(encoder, find_step("v08"), descriptor, t.dtype).items()
-    assert name == "k"
-    return encode_k(t.data_ptr(), t.shape, strides(t))
+    spec = specialization([t], causal=False)
+    packer = Packer(find_step("v08"), descriptor, Plan((), ()), [], spec, encoder(spec))
+    batch, heads, _, head_dim = t.shape
+    q = torch.empty(batch, heads, 1, head_dim, dtype=t.dtype, device=t.device)
+    packed, _ = packer((q, t, t, q, q[..., 0]), [1.0], [])
+    return bytes(params_type(FORWARD).from_buffer_copy(packed).k_map)
 
 
 def fields_of(t: torch.Tensor, box: Box) -> TensorMapFields:
@@ -128,7 +136,7 @@ def test_without_cuda_bindings_the_package_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     t = torch.zeros(1, 1, 7, 64, dtype=BF16)
     with pytest.raises(UsageError, match=r"cannot be imported .* pip install cuda-bindings"):
-        encode(t, Box(16, 64, B128), encoder=GpuMapEncoder)
+        encode(t, Box(16, 64, B128), encoder=driver_encoder)
 
 
 def test_a_driver_that_is_too_old_is_named(monkeypatch) -> None:
@@ -151,17 +159,21 @@ def test_a_call_of_the_driver_that_fails_is_named(monkeypatch) -> None:
         call("cuLibraryUnload", "library")
 
 
-def test_what_the_driver_refuses_is_named(monkeypatch) -> None:
-    driver = MagicMock()
-    driver.cuTensorMapEncodeTiled.return_value = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"), 0
-    monkeypatch.setattr("common.runtime.tensor_map.bindings", lambda: driver)
+def test_what_the_driver_refuses_is_named() -> None:
+    @ctypes.CFUNCTYPE(ctypes.c_int)
+    def refuse() -> int:
+        return 1
+
+    def encoder(spec):
+        return MapEncoder(ctypes.cast(refuse, ctypes.c_void_p).value, 0, 0, "STATUS_{}".format)
+
     message = (
-        r"v08 copies k by a tensor map, and the driver rejects one \(CUDA_ERROR_INVALID_VALUE\) of "
-        r"sizes \(64, 7, 1, 2\) with strides of \[128, 0, 896\] bytes: pass k.contiguous\(\)"
+        r"v08 copies k by a tensor map, and the driver rejects one \(STATUS_1\) of shape "
+        r"\[2, 1, 7, 64\] with strides of \[896, 0, 128\] bytes: pass k.contiguous\(\)"
     )
     t = torch.zeros(2, 1, 7, 64, dtype=BF16)
     with pytest.raises(UsageError, match=message):
-        encode(t, Box(16, 64, B128), encoder=GpuMapEncoder)
+        encode(t, Box(16, 64, B128), encoder=encoder)
 
 
 STEP = """\
@@ -227,10 +239,27 @@ def test_a_kernel_on_the_cpu_gets_the_maps(tmp_path, seed: int) -> None:
 @pytest.mark.parametrize("layout", [contiguous, transposed, packed, padded, expanded])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_driver_takes_every_layout(layout, batch: int) -> None:
+    """The bits are those that cuda-bindings get."""
+    driver = bindings()
     _, t = layout((batch, 3, 7, 64), dtype=BF16, device="cuda")
-    first, second = (encode(t, Box(n, 64, B128), encoder=GpuMapEncoder) for n in (16, 32))
-    assert len(first) == len(second) == TENSOR_MAP_BYTES
-    assert first != second
+    byte_strides = [2 * stride for stride in reversed(strides(t))]
+    for rows in (16, 32):
+        status, expected = driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            4,
+            t.data_ptr(),
+            [driver.cuuint64_t(size) for size in reversed(t.shape)],
+            [driver.cuuint64_t(stride) for stride in byte_strides],
+            [driver.cuuint32_t(size) for size in (64, rows, 1, 1)],
+            [driver.cuuint32_t(1)] * 4,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        assert not status
+        bits = ctypes.string_at(expected.getPtr(), TENSOR_MAP_BYTES)
+        assert encode(t, Box(rows, 64, B128), encoder=driver_encoder) == bits
 
 
 @pytest.mark.gpu

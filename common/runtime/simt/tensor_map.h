@@ -1,4 +1,4 @@
-// The contents of a TensorMap; common/runtime/tensor_map.py fills it in. The tensor's axes are d,
+// The contents of a TensorMap; common/runtime/pack.cpp fills it in. The tensor's axes are d,
 // row, head and batch; elements are contiguous along d.
 #pragma once
 #include <stdint.h>

@@ -1,0 +1,161 @@
+// Packs the parameter of a step's kernels, the struct that launch.h or backward.h defines. In Python
+// this would take half of a small call's time on the host. pack.py compiles it and mirrors Plan.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "simt/tensor_map.h"
+
+namespace packing {
+
+constexpr int AXES = 4;  // batch, head, row, d
+constexpr int MAP_BYTES = 128, MAP_ALIGNMENT = 64;
+
+enum Size { BATCH, HEADS, KV_HEADS, SEQ_Q, SEQ_K, NUM_SIZES };  // as in launch.h
+
+// As cuTensorMapEncodeTiled: a map of `rank` axes, the innermost one first. Strides are in bytes, and
+// the innermost axis has none.
+using EncodeMap = int(void* map, int data_type, uint32_t rank, void* address, const uint64_t* sizes,
+                      const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
+                      int interleave, int swizzle, int l2_promotion, int out_of_bounds_fill);
+
+struct Operand {
+    int32_t strided;
+    int32_t axes[AXES - 1];                  // enum Size; of a strided one, followed by head_dim
+    int32_t box_rows, box_columns, swizzle;  // of its tensor map; 0 rows: it has none
+};
+
+struct Extent {  // of an axis of a grid, in tiles; tile 0: there is no such axis
+    int32_t size, tile;
+};
+
+struct Kernel {
+    Extent grid[4];
+    int32_t most_blocks;  // 0: as many as there are tiles
+    int32_t cluster;      // blocks
+};
+
+struct Plan {
+    EncodeMap* encode;
+    int32_t data_type, l2_promotion;  // the driver's enums
+    int32_t head_dim, element_bytes;
+    int32_t alignment;  // bytes that divide every row's address
+    int32_t operands, workspaces, scalars;
+    int32_t kernels;
+    Operand operand[9];  // the first two are q and k
+    Kernel kernel[3];
+};
+
+// How a strided operand lies: sizes and strides in elements.
+struct Tensor {
+    int64_t sizes[AXES], strides[AXES];
+};
+
+template <typename T>
+void write(unsigned char*& at, T x) {
+    std::memcpy(at, &x, sizeof x);
+    at += sizeof x;
+}
+
+bool are_valid(const int32_t* sizes) {
+    for (int i = 0; i < NUM_SIZES; ++i)
+        if (sizes[i] < 1) return false;
+    return sizes[HEADS] % sizes[KV_HEADS] == 0;
+}
+
+bool fits(const Plan& plan, const Operand& operand, int64_t address, const Tensor& t,
+          const int32_t* sizes) {
+    uint64_t offsets = address;
+    for (int axis = 0; axis < AXES - 1; ++axis) {
+        if (t.sizes[axis] != sizes[operand.axes[axis]]) return false;
+        offsets |= t.strides[axis] * plan.element_bytes;
+    }
+    return t.sizes[AXES - 1] == plan.head_dim && t.strides[AXES - 1] == 1 &&
+           offsets % plan.alignment == 0;
+}
+
+int encode(const Plan& plan, const Operand& operand, int64_t address, const Tensor& t,
+           unsigned char* map) {
+    alignas(MAP_ALIGNMENT) unsigned char bits[MAP_BYTES] = {};
+    uint64_t sizes[AXES], strides[AXES - 1];
+    for (int axis = 0; axis < AXES; ++axis) sizes[axis] = t.sizes[AXES - 1 - axis];
+    for (int axis = 0; axis < AXES - 1; ++axis)
+        strides[axis] = t.strides[AXES - 2 - axis] * plan.element_bytes;
+    const uint32_t box[AXES] = {uint32_t(operand.box_columns), uint32_t(operand.box_rows), 1, 1};
+    const uint32_t every_element[AXES] = {1, 1, 1, 1};
+    const int status =
+        plan.encode(bits, plan.data_type, AXES, reinterpret_cast<void*>(address), sizes, strides,
+                    box, every_element, 0, operand.swizzle, plan.l2_promotion, 0);
+    std::memcpy(map, bits, sizeof bits);
+    return status;
+}
+
+// As many as there are tiles, or as can be; filled up to whole clusters.
+int64_t count_blocks(const Kernel& kernel, const int32_t* sizes) {
+    int64_t blocks = 1;
+    for (const Extent& extent : kernel.grid)
+        if (extent.tile) blocks *= (int64_t{sizes[extent.size]} + extent.tile - 1) / extent.tile;
+    if (kernel.most_blocks) blocks = std::min(blocks, int64_t{kernel.most_blocks});
+    return (blocks + kernel.cluster - 1) / kernel.cluster * kernel.cluster;
+}
+
+extern "C" {
+// Writes the parameter, and how many blocks each kernel has. Returns 0; or -1 where the tensors do not
+// fit together, or the step cannot read their rows; or 1 + i + 256 * the encoder's status where that
+// rejects the map of operand i. addresses are those of the operands and workspaces, tensors are the
+// strided operands.
+int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, const double* scalars,
+         unsigned char* params, int64_t* blocks) {
+    const Tensor &q = tensors[0], &k = tensors[1];
+    const int64_t given[NUM_SIZES] = {q.sizes[0], q.sizes[1], k.sizes[1], q.sizes[2], k.sizes[2]};
+    int32_t sizes[NUM_SIZES];
+    for (int i = 0; i < NUM_SIZES; ++i) sizes[i] = given[i] <= INT32_MAX ? int32_t(given[i]) : 0;
+    if (!are_valid(sizes)) return -1;
+
+    int num_strided = 0;
+    for (int i = 0; i < plan->operands; ++i) num_strided += plan->operand[i].strided;
+    unsigned char* map = params;
+    unsigned char* address = params + MAP_BYTES * num_strided;
+    unsigned char* stride = address + sizeof *addresses * (plan->operands + plan->workspaces);
+    for (int i = 0; i < plan->operands + plan->workspaces; ++i) write(address, addresses[i]);
+    for (int i = 0; i < plan->operands; ++i) {
+        const Operand& operand = plan->operand[i];
+        if (!operand.strided) continue;
+        Tensor t = *tensors++;
+        for (int axis = 0; axis < AXES - 1; ++axis) {
+            if (t.sizes[axis] == 1) t.strides[axis] = 0;  // it has no meaning
+            write(stride, t.strides[axis]);
+        }
+        if (!fits(*plan, operand, addresses[i], t, sizes)) return -1;
+        if (operand.box_rows)
+            if (const int status = encode(*plan, operand, addresses[i], t, map))
+                return 1 + i + 256 * status;
+        map += MAP_BYTES;
+    }
+    for (const int32_t size : sizes) write(stride, size);
+    for (int i = 0; i < plan->scalars; ++i) write(stride, float(scalars[i]));
+    for (int i = 0; i < plan->kernels; ++i) blocks[i] = count_blocks(plan->kernel[i], sizes);
+    return 0;
+}
+
+// The SIMT runtime's map. Its program has the tensor at another address.
+int encode_for_simt(void* map, int element_bytes, uint32_t, void* address, const uint64_t* sizes,
+                    const uint64_t* strides, const uint32_t* box, const uint32_t*, int, int swizzle,
+                    int, int) {
+    simt::TensorMapFields fields = {};
+    fields.address = reinterpret_cast<uint64_t>(address);
+    for (int axis = 0; axis < AXES; ++axis) fields.sizes[axis] = int32_t(sizes[axis]);
+    for (int axis = 0; axis < AXES - 1; ++axis) {
+        if (strides[axis] >> 40) return 1;  // the driver's CUDA_ERROR_INVALID_VALUE
+        fields.strides[axis] = int64_t(strides[axis]);
+    }
+    fields.box_columns = int32_t(box[0]);
+    fields.box_rows = int32_t(box[1]);
+    fields.swizzle = swizzle;
+    fields.valid = simt::VALID_TENSOR_MAP;
+    fields.element_bytes = element_bytes;
+    std::memcpy(map, &fields, sizeof fields);
+    return 0;
+}
+}  // extern "C"
+}  // namespace packing
