@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from numbers import Real
 from pathlib import Path
 from typing import Literal, NoReturn, overload
@@ -13,6 +14,7 @@ from torch import Tensor
 from .errors import UsageError
 from .operator import forward
 
+MAX_FLOAT32 = torch.finfo(torch.float32).max
 # Keywords of torch's scaled_dot_product_attention that have another name here, or no counterpart.
 _KEYWORDS_OF_SDPA = {
     "is_causal": "say causal=, whose mask ends at the last query and the last key (query i sees "
@@ -126,6 +128,8 @@ def attention(
         if not isinstance(softmax_scale, Real):
             raise UsageError(f"softmax_scale must be a number, not {type(softmax_scale).__name__}")
         softmax_scale = float(softmax_scale)
+        if MAX_FLOAT32 < abs(softmax_scale) < inf:
+            raise UsageError(f"softmax_scale must be a float32, not {softmax_scale}")
     if step is not None:
         step = _to_name("step", step)
     if backward_step is not None:

@@ -20,15 +20,22 @@ from torch.autograd.function import _SingleLevelFunction
 
 from .cache import Cache
 from .catalog import STEPS_DIR, all_steps, find_step
-from .errors import UsageError
+from .errors import NotEnoughMemoryError, UsageError
 from .operation import BACKWARD, FORWARD, SIZES, Operand, Operation
-from .runtime.backend import DTYPE_NAMES, Backend, Call, empty_outputs, specialization
+from .runtime.backend import (
+    DTYPE_NAMES,
+    Backend,
+    Call,
+    empty_outputs,
+    refuse,
+    specialization,
+)
 from .runtime.launch import check_alignment, sizes_of, strides
 from .step import Step
 
 MOST_ALIGNMENT = 64  # bytes: no step asks for rows aligned to more
 # Inputs that lie as whoever computed them left them, autograd or torch.vmap: where a step cannot
-# read one, it is copied. All others, which come first, it must read where they are.
+# read one, it is copied. All others it must read where they are.
 COPIED = ("lse", "dout")
 
 # Not torch.library.custom_op: a call of that takes several times as long, because it goes through
@@ -48,7 +55,7 @@ _library.define(
 forward = torch.ops.attention_worklog.forward.default
 backward = torch.ops.attention_worklog.backward.default
 
-_calls = Cache()  # Chosen, by all that the choice depends on
+_calls = Cache()  # _Chosen, by all that the choice depends on
 # Never removed: a backend owns the modules that it has loaded, and cached calls refer to them.
 # PyCUDA cannot unload them from a thread in which another context is current.
 _backends: dict[torch.device, Backend] = {}
@@ -60,6 +67,13 @@ _PLAIN_KEYS = {
     DispatchKeySet(DispatchKey.CPU).add(DispatchKey.AutogradCPU).raw_repr(),
     DispatchKeySet(DispatchKey.CUDA).add(DispatchKey.AutogradCUDA).raw_repr(),
 }
+
+
+class _Chosen(NamedTuple):
+    call: Call
+    default_scale: float  # softmax_scale, where none is given
+    step: Step
+    alignment: int  # bytes that divide the rows' addresses, for the step
 
 
 def _forward(
@@ -89,11 +103,9 @@ def _forward(
         chosen = _calls.add(
             key, _choose(FORWARD, (q, k, v), causal, step, deterministic, as_they_lie=False)
         )
-    o, lse = empty_outputs(FORWARD, (q, k, v))
     scale = chosen.default_scale if softmax_scale is None else softmax_scale
-    if chosen.call((q, k, v, o, lse), (scale,)) is None:
-        return _call_as_they_lie(FORWARD, key, (q, k, v), causal, scale, step, deterministic)
-    return o, lse
+    outputs = _try(FORWARD, chosen.call, (q, k, v), scale)
+    return outputs or _call_as_they_lie(FORWARD, key, (q, k, v), causal, scale, step, deterministic)
 
 
 def _backward(
@@ -124,11 +136,23 @@ def _backward(
             key, _choose(BACKWARD, inputs, causal, step, deterministic, as_they_lie=False)
         )
     scale = chosen.default_scale if softmax_scale is None else softmax_scale
-    if lse.shape == q.shape[:3] and lse.is_contiguous():
-        outputs = empty_outputs(BACKWARD, inputs)
-        if chosen.call((*inputs, *outputs), (scale,)) is not None:
-            return outputs
-    return _call_as_they_lie(BACKWARD, key, inputs, causal, scale, step, deterministic)
+    outputs = None
+    if lse.is_contiguous() and lse.shape == q.shape[:3] and dout.stride(3) == 1:
+        outputs = _try(BACKWARD, chosen.call, inputs, scale)
+    return outputs or _call_as_they_lie(BACKWARD, key, inputs, causal, scale, step, deterministic)
+
+
+def _try(
+    operation: Operation, call: Call, inputs: tuple[torch.Tensor, ...], softmax_scale: float
+) -> tuple[torch.Tensor, ...] | None:
+    """The outputs of a call; None where its step cannot take these inputs."""
+    try:
+        outputs = empty_outputs(operation, inputs)
+        workspace = call(inputs + outputs, (softmax_scale,))
+    except (RuntimeError, NotEnoughMemoryError):  # perhaps of shapes that do not fit
+        _validate(operation, inputs)
+        raise
+    return None if workspace is None else outputs
 
 
 def _call_as_they_lie(
@@ -155,10 +179,7 @@ def _call_as_they_lie(
     )
     outputs = empty_outputs(operation, inputs)
     if chosen.call((*inputs, *outputs), (softmax_scale,)) is None:
-        check_alignment(chosen.name, chosen.alignment, _fixed(operation, inputs))
-        raise AssertionError(
-            f"{chosen.name} does not take {[(t.shape, t.stride()) for t in inputs]}"
-        )
+        refuse(chosen.step, chosen.alignment, (*inputs, *outputs))
     return outputs
 
 
@@ -350,13 +371,6 @@ _library.impl("forward", partial(_autocast, "cpu", DispatchKey.AutocastCPU), "Au
 _library.impl("forward", partial(_autocast, "cuda", DispatchKey.AutocastCUDA), "AutocastCUDA")
 
 
-class _Chosen(NamedTuple):
-    call: Call
-    default_scale: float  # softmax_scale, where none is given
-    name: str  # of the step
-    alignment: int  # bytes that divide the rows' addresses, for the step
-
-
 def _choose(
     operation: Operation,
     inputs: Sequence[torch.Tensor],
@@ -374,18 +388,15 @@ def _choose(
     spec = specialization(inputs, causal)
     call = backend.prepare(found, spec)
     needed = backend.descriptor(found, spec).alignment
-    return _Chosen(call, spec.head_dim**-0.5, found.name, needed)
+    return _Chosen(call, spec.head_dim**-0.5, found, needed)
 
 
 def _alignment(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that divide the addresses of all rows, at most MOST_ALIGNMENT.
-
-    Also of tensors that lie like these, but without gaps: outputs do where these have some.
-    """
+    """Bytes that divide the addresses of all rows, at most MOST_ALIGNMENT."""
     bits = MOST_ALIGNMENT
     for t in tensors:
         batch, head, row = strides(t)
-        bits |= t.data_ptr() | (batch | head | row | t.shape[3]) * t.itemsize
+        bits |= t.data_ptr() | (batch | head | row) * t.itemsize
     return bits & -bits
 
 

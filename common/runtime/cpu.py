@@ -29,7 +29,7 @@ import torch
 from ..operation import Operation
 from ..problem import Specialization
 from ..step import Step
-from .backend import Call, empty_outputs, launch, not_enough_memory, specialization
+from .backend import Call, empty_outputs, launch, not_enough_memory, refuse, specialization
 from .build import compile_cached, compiler_version, host_compiler
 from .launch import (
     LaunchDescriptor,
@@ -188,7 +188,10 @@ class CpuBackend:
         tensors = (*inputs, *empty_outputs(step.operation, inputs))
         values = [scalars[name] for name in step.operation.scalars]
         spec = specialization(tensors, causal)
-        return self._execute(step, spec, tensors, values, count_banks=True)[1]
+        workspace, accesses = self._execute(step, spec, tensors, values, count_banks=True)
+        if workspace is None:
+            refuse(step, self.descriptor(step, spec).alignment, tensors)
+        return accesses
 
     def _execute(
         self,

@@ -15,7 +15,7 @@ import torch
 from ..errors import UsageError
 from ..problem import Specialization
 from ..step import Step
-from .backend import Call, empty_cuda, launch, not_enough_memory
+from .backend import Call, empty_on_gpu, launch, not_enough_memory
 from .build import Build, Resources, build_cubin, cubin_flags, nvcc, parse_resources
 from .driver import EarlyLaunch, bindings, call
 from .launch import (
@@ -215,7 +215,7 @@ class GpuBackend:
     def _allocate(self, module: _Module, sizes: Sequence[int]) -> list[torch.Tensor]:
         num_bytes = [each.num_bytes(sizes) for each in module.plan.workspaces]
         try:
-            workspace = [empty_cuda((n,), (1,), torch.uint8) for n in num_bytes]
+            workspace = [empty_on_gpu((n,), (1,), torch.uint8, self._index) for n in num_bytes]
         except torch.OutOfMemoryError:
             cached = torch.cuda.memory_reserved(self.device)
             cached -= torch.cuda.memory_allocated(self.device)
@@ -249,7 +249,7 @@ class GpuBackend:
                 name, block = kernel.name, (kernel.threads, 1, 1)
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
                 params_bytes = ctypes.sizeof(params_type(step.operation))
-                offset, cluster = _inspect(build.path, name, params_bytes, self.device.index)
+                offset, cluster = _inspect(build.path, name, params_bytes, self._index)
                 clusters.append(cluster)
                 if start_early and index > 0:
                     most_smem_bytes = min(kernel.smem_bytes, self._smem_limit)

@@ -38,14 +38,16 @@ def params_type(operation: Operation) -> type[ctypes.Structure]:
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
-class _Extent(ctypes.Structure):
+class Extent(ctypes.Structure):
+    """struct Extent; size is enum Size."""
+
     _fields_ = [("size", ctypes.c_int32), ("tile", ctypes.c_int32)]
 
 
 class _KernelLaunch(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char * 48),
-        ("grid", _Extent * 4),
+        ("grid", Extent * 4),
         ("threads", ctypes.c_int32),
         ("smem_bytes", ctypes.c_int32),
         ("blocks_per_sm", ctypes.c_int32),
@@ -53,7 +55,7 @@ class _KernelLaunch(ctypes.Structure):
 
 
 class _Workspace(ctypes.Structure):
-    _fields_ = [("element_bytes", ctypes.c_int32), ("shape", _Extent * 4)]
+    _fields_ = [("element_bytes", ctypes.c_int32), ("shape", Extent * 4)]
 
 
 class Box(ctypes.Structure):
@@ -132,8 +134,15 @@ def read_plan(descriptor: LaunchDescriptor, multiprocessors: int) -> Plan:
             "the launch descriptor must name a kernel and an alignment that is a power of 2"
         )
 
-    def axes(extents: Iterable[_Extent]) -> Axes:
-        return tuple((extent.size, extent.tile) for extent in extents if extent.tile)
+    def axes(extents: Iterable[Extent]) -> Axes:
+        found = tuple((extent.size, extent.tile) for extent in extents if extent.tile)
+        for size, tile in found:
+            if size not in range(len(SIZES)) or tile < 0:
+                raise UsageError(
+                    f"the launch descriptor has an axis of size {size} in tiles of {tile}: a size "
+                    f"is one of enum Size, 0 to {len(SIZES) - 1}, and a tile is positive"
+                )
+        return found
 
     kernels = tuple(
         Kernel(

@@ -11,6 +11,8 @@ namespace packing {
 constexpr int AXES = 4;  // batch, head, row, d
 constexpr int MAP_BYTES = 128, MAP_ALIGNMENT = 64;
 
+constexpr int UNFIT = -1;
+
 enum Size { BATCH, HEADS, KV_HEADS, SEQ_Q, SEQ_K, NUM_SIZES };  // as in launch.h
 
 // As cuTensorMapEncodeTiled: a map of `rank` axes, the innermost one first. Strides are in bytes, and
@@ -100,8 +102,8 @@ int64_t count_blocks(const Kernel& kernel, const int32_t* sizes) {
 }
 
 extern "C" {
-// Writes the parameter, and how many blocks each kernel has. Returns 0; or -1 where the tensors do not
-// fit together, or the step cannot read their rows; or 1 + i + 256 * the encoder's status where that
+// Writes the parameter, and how many blocks each kernel has. Returns 0; or UNFIT where the tensors do
+// not fit together, or the step cannot read their rows; or 1 + i + 256 * the encoder's status where that
 // rejects the map of operand i. addresses are those of the operands and workspaces, tensors are the
 // strided operands.
 int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, const double* scalars,
@@ -110,7 +112,7 @@ int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, cons
     const int64_t given[NUM_SIZES] = {q.sizes[0], q.sizes[1], k.sizes[1], q.sizes[2], k.sizes[2]};
     int32_t sizes[NUM_SIZES];
     for (int i = 0; i < NUM_SIZES; ++i) sizes[i] = given[i] <= INT32_MAX ? int32_t(given[i]) : 0;
-    if (!are_valid(sizes)) return -1;
+    if (!are_valid(sizes)) return UNFIT;
 
     int num_strided = 0;
     for (int i = 0; i < plan->operands; ++i) num_strided += plan->operand[i].strided;
@@ -126,7 +128,7 @@ int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, cons
             if (t.sizes[axis] == 1) t.strides[axis] = 0;  // it has no meaning
             write(stride, t.strides[axis]);
         }
-        if (!fits(*plan, operand, addresses[i], t, sizes)) return -1;
+        if (!fits(*plan, operand, addresses[i], t, sizes)) return UNFIT;
         if (operand.box_rows)
             if (const int status = encode(*plan, operand, addresses[i], t, map))
                 return 1 + i + 256 * status;

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -18,7 +19,7 @@ from ..problem import Specialization
 from ..step import Step
 from .backend import DTYPES
 from .build import compile_cached, host_compiler
-from .launch import LaunchDescriptor, Plan, params_type, strides
+from .launch import Extent, LaunchDescriptor, Plan, params_type, strides
 from .tensor_map import MAX_STRIDE, MapEncoder, checked_boxes
 
 SOURCE = Path(__file__).with_name("pack.cpp")
@@ -38,17 +39,11 @@ class _Operand(ctypes.Structure):
     ]
 
 
-class _Extent(ctypes.Structure):
-    """struct Extent of pack.cpp."""
-
-    _fields_ = [("size", ctypes.c_int32), ("tile", ctypes.c_int32)]
-
-
 class _Kernel(ctypes.Structure):
     """struct Kernel of pack.cpp."""
 
     _fields_ = [
-        ("grid", _Extent * 4),
+        ("grid", Extent * 4),
         ("most_blocks", ctypes.c_int32),
         ("cluster", ctypes.c_int32),
     ]
@@ -156,8 +151,8 @@ class Packer:
         """The parameter, and the number of each kernel's blocks.
 
         The tensors are in the order of the operands, the workspaces at addresses, and a strided
-        operand has four axes. None where the tensors do not fit together, or the step
-        cannot read their rows. Raises UsageError where no tensor map can describe one.
+        operand has four axes. None where the tensors do not fit together, or the step cannot read
+        their rows. Raises UsageError where no tensor map can describe one.
         """
         addresses = [t.data_ptr() for t in tensors]
         addresses += workspace
@@ -175,11 +170,13 @@ class Packer:
             buffer.params,
             buffer.blocks,
         )
+        if failure == UNFIT:
+            return None
         if failure:
-            return None if failure == UNFIT else self._refuse(failure, tensors)
+            self._refuse(failure, tensors)
         return bytes(buffer.view), buffer.blocks[:]
 
-    def _refuse(self, failure: int, tensors: Sequence[torch.Tensor]) -> None:
+    def _refuse(self, failure: int, tensors: Sequence[torch.Tensor]) -> NoReturn:
         index, status = failure % 256 - 1, failure // 256
         t, name = tensors[index], self._operation.operands[index].name
         byte_strides = [stride * t.itemsize for stride in strides(t)]

@@ -108,6 +108,10 @@ BAD = {
         "causal must be True or False, not of type int",
     ),
     "scale": (lambda x: {"softmax_scale": "1"}, "softmax_scale must be a number, not str"),
+    "large scale": (
+        lambda x: {"softmax_scale": 1e39},
+        r"softmax_scale must be a float32, not 1e\+39",
+    ),
     "sdpa's is_causal": (
         lambda x: {"is_causal": True},
         r"takes no is_causal: say causal=, whose mask ends at the last query and the last key "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from common.errors import UsageError
 from common.paths import ROOT
 from common.problem import Specialization
 from common.runtime import driver, gpu
+from common.runtime.backend import empty_on_gpu
 from common.runtime.build import Build, Resources
 from common.runtime.cpu import CpuBackend
 from common.runtime.launch import params_type
@@ -80,9 +82,13 @@ class Gpu:
             lambda index: {0: self.stream.cuda_stream}[index],
             raising=False,  # a torch for the CPU has none
         )
-        monkeypatch.setattr(gpu, "empty_cuda", torch._C._dynamo.guards._empty_strided_cpu)
+        monkeypatch.setattr(gpu, "empty_on_gpu", self.allocate)
         self.backend = gpu.GpuBackend(torch.device("cuda", 0))
         monkeypatch.setattr(self.backend, "_load", self.load)
+
+    def allocate(self, sizes, strides, dtype, index):
+        assert index == 0
+        return torch.empty_strided(sizes, strides, dtype=dtype)
 
     def current_stream(self, index):
         assert self.stream.cuda_stream, "made an object for the default stream"
@@ -181,6 +187,41 @@ def test_a_new_workspace_is_packed(fake, tensors) -> None:
     launches = [event[1] for event in fake.events if isinstance(event, tuple)]
     found = [list(params.workspace)[: len(first)] for params in launches]
     assert found == [addresses[0]] * 3 + [addresses[1]] * 3  # v01 has three kernels
+
+
+@pytest.mark.parametrize(("current", "index"), [(0, 0), (1, 0)])
+def test_memory_is_that_of_the_gpu(monkeypatch, current, index) -> None:
+    """Not of torch's current one, which can be another."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    guards = SimpleNamespace(_empty_strided_cuda=lambda *given: (*given, f"cuda:{current}"))
+    monkeypatch.setattr(torch._C._dynamo, "guards", guards)
+    monkeypatch.setattr(
+        torch,
+        "empty_strided",
+        lambda sizes, strides, dtype, device: (sizes, strides, dtype, str(device)),
+    )
+    found = empty_on_gpu((2, 3), (3, 1), torch.float32, index)
+    assert found == ((2, 3), (3, 1), torch.float32, "cuda:0")
+
+
+SECOND_GPU = """
+import torch
+from common import attention
+q, k, v = (torch.randn(1, 2, 300, 64, dtype=torch.bfloat16, device="cuda:1") for _ in range(3))
+o = attention(q, k, v, step="v01")  # which needs a workspace
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+torch.testing.assert_close(o, expected, atol=2e-2, rtol=2e-2)
+assert torch.cuda.max_memory_allocated(0) == 0
+"""
+
+
+@pytest.mark.gpu
+def test_the_second_gpu() -> None:
+    """In a process that has used no other."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    ended = subprocess.run([sys.executable, "-c", SECOND_GPU], cwd=ROOT, capture_output=True)
+    assert ended.returncode == 0, ended.stderr.decode()
 
 
 def test_a_thread_in_another_context(fake, tensors) -> None:

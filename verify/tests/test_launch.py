@@ -23,7 +23,7 @@ from verify.tests.tensor_map_fields import VALID_TENSOR_MAP, TensorMapFields
 STRUCTS = {
     "Strides": launch._Strides,
     "AttentionParams": launch.params_type(FORWARD),
-    "Extent": launch._Extent,
+    "Extent": launch.Extent,
     "KernelLaunch": launch._KernelLaunch,
     "Workspace": launch._Workspace,
     "Box": launch.Box,
@@ -32,7 +32,7 @@ STRUCTS = {
     "BackwardDescriptor": launch.descriptor_type(BACKWARD),
     "simt::TensorMapFields": TensorMapFields,
     "packing::Operand": pack._Operand,
-    "packing::Extent": pack._Extent,
+    "packing::Extent": launch.Extent,
     "packing::Kernel": pack._Kernel,
     "packing::Plan": pack._Plan,
 }
@@ -97,8 +97,8 @@ def descriptor(blocks_per_sm: int) -> launch.LaunchDescriptor:
     descriptor = launch.descriptor_type(FORWARD)(alignment=16)
     kernel = descriptor.kernels[0]
     kernel.name = b"kernel"
-    kernel.grid[0] = launch._Extent(SIZE_SEQ_Q, 64)
-    kernel.grid[1] = launch._Extent(SIZE_HEADS, 1)
+    kernel.grid[0] = launch.Extent(SIZE_SEQ_Q, 64)
+    kernel.grid[1] = launch.Extent(SIZE_HEADS, 1)
     kernel.blocks_per_sm = blocks_per_sm
     return descriptor
 
@@ -144,8 +144,8 @@ def test_a_grid_is_filled_up_to_whole_clusters():
 
 def test_grids_of_as_many_tiles_as_there_can_be():
     many = descriptor(0)
-    many.kernels[0].grid[2] = launch._Extent(SIZE_SEQ_K, 1)
-    many.kernels[0].grid[3] = launch._Extent(SIZE_BATCH, 1)
+    many.kernels[0].grid[2] = launch.Extent(SIZE_SEQ_K, 1)
+    many.kernels[0].grid[3] = launch.Extent(SIZE_BATCH, 1)
     assert count_blocks(many, 1) == [12 * 100 * 2]
 
 
@@ -154,6 +154,14 @@ def test_an_alignment_that_no_gpu_has_is_refused(alignment):
     wrong = descriptor(0)
     wrong.alignment = alignment
     with pytest.raises(UsageError, match="an alignment that is a power of 2"):
+        launch.read_plan(wrong, 132)
+
+
+@pytest.mark.parametrize(("size", "tile"), [(-1, 64), (5, 64), (SIZE_SEQ_Q, -64)])
+def test_an_axis_that_there_is_not_is_refused(size, tile):
+    wrong = descriptor(0)
+    wrong.kernels[0].grid[1] = launch.Extent(size, tile)
+    with pytest.raises(UsageError, match=f"axis of size {size} in tiles of {tile}: a size is one"):
         launch.read_plan(wrong, 132)
 
 
@@ -169,7 +177,7 @@ def test_workspace_bytes(shape, num_bytes):
     needs_workspace = descriptor(0)
     needs_workspace.workspace[0].element_bytes = 24
     for axis, (size, tile) in enumerate(shape):
-        needs_workspace.workspace[0].shape[axis] = launch._Extent(size, tile)
+        needs_workspace.workspace[0].shape[axis] = launch.Extent(size, tile)
     (workspace,) = launch.read_plan(needs_workspace, 132).workspaces
     assert workspace.num_bytes(SIZES) == num_bytes
 

@@ -325,7 +325,7 @@ def test_rows_that_few_steps_can_read_decide_for_no_others(prepared) -> None:
     for inputs in ((off, k, v), (q, k, v), (off, k, v)):
         o = attention(*inputs)
         torch.testing.assert_close(o, attention(q, k, v, step=OLDEST.name), atol=2**-8, rtol=2**-7)
-    newest, oldest, _ = (chosen.name for chosen in op._calls.values())
+    newest, oldest, _ = (chosen.step.name for chosen in op._calls.values())
     assert (newest > oldest, oldest) == (True, OLDEST.name)
     for _ in range(2):
         with pytest.raises(UsageError, match=f"^{newest} reads 16 bytes at a time, and the stride"):
@@ -346,6 +346,7 @@ def test_rows_that_few_steps_can_read_decide_for_no_others(prepared) -> None:
         lambda q, k, v: (q[0], k, v),
         lambda q, k, v: (q, k[0], v[None]),
         lambda q, k, v: (q, k.mT.contiguous().mT, v),
+        lambda q, k, v: (q[:, :, :1].expand(-1, -1, 2**31, -1), k, v),
     ],
     ids=[
         "heads",
@@ -359,6 +360,7 @@ def test_rows_that_few_steps_can_read_decide_for_no_others(prepared) -> None:
         "3 axes",
         "3 and 5 axes",
         "stride",
+        "2^31 queries",
     ],
 )
 def test_what_does_not_fit_is_told_as_at_the_first_call(change, prepared) -> None:
@@ -370,6 +372,30 @@ def test_what_does_not_fit_is_told_as_at_the_first_call(change, prepared) -> Non
     with pytest.raises(UsageError) as later:
         attention(*bad)
     assert str(later.value) == str(first.value)
+
+
+def test_outputs_that_no_step_wrote_are_gone_before_others_are_made(monkeypatch) -> None:
+    """Where a step cannot read the rows, or the gradient, as they lie."""
+    alive = []
+    make = op.empty_outputs
+
+    def spy(*given):
+        assert not any(output() for output in alive)
+        alive.clear()
+        outputs = make(*given)
+        alive.extend(map(weakref.ref, outputs))
+        return outputs
+
+    monkeypatch.setattr(op, "empty_outputs", spy)
+    q, k, v = make_inputs()
+    off = torch.empty(*q.shape[:3], q.shape[3] + 1, dtype=BF16)[..., :-1].copy_(q)
+    for _ in range(2):
+        attention(off, k, v)
+    alive.clear()
+    q, k, v, o, lse, _ = make_backward_inputs()
+    alive.clear()
+    for dout in (q.new_ones(()).expand_as(o), off):
+        op.backward(q, k, v, o, lse, dout, False, None, None, False)
 
 
 def test_a_bad_input_is_refused_each_time() -> None:
