@@ -87,12 +87,14 @@ FAULTS = [
     Fault(
         "the counter is set to 0 again",
         "if (t == 0) { take_ticket(counter); *counter = 0; }",
-        rf"{RACE}writes what block \d has {TICKETS_ALONE}",
+        rf"{RACE}(takes a ticket from what block \d has written @, {COUNTER}, and no signal orders|"
+        rf"writes what block \d has {TICKETS_ALONE})",
     ),
     Fault(
         "the counter is added to",
         "if (t == 0) { take_ticket(counter); red_add(reinterpret_cast<float*>(counter), 1); }",
-        rf"{RACE}adds to what block \d has {TICKETS_ALONE}",
+        rf"{RACE}(takes a ticket from what block \d has added to @, {COUNTER}; the sum is there|"
+        rf"adds to what block \d has {TICKETS_ALONE})",
     ),
     Fault(
         "one block sets the counter",
