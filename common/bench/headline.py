@@ -189,7 +189,7 @@ def _description(candidate: Candidate, backend: GpuBackend, case: Case) -> dict:
     sizes = asdict(case.shape)
     plan = read_plan(backend.descriptor(step, spec), backend.multiprocessors)
     in_order = [sizes[name] for name in SIZES]
-    workspace_bytes = sum(workspace.num_bytes(in_order) for workspace in plan.workspaces)
+    workspace_bytes = sum(plan.workspace_bytes(in_order))
     operand_bytes = sum(
         math.prod(sizes[axis] for axis in operand.axes) * _dtype(operand, case).itemsize
         for operand in step.operation.operands

@@ -207,7 +207,7 @@ class CpuBackend:
         descriptor = _read_descriptor(operation, program)
         plan = read_plan(descriptor, self.multiprocessors)
         sizes = sizes_of(tensors)
-        workspace_bytes = [workspace.num_bytes(sizes) for workspace in plan.workspaces]
+        workspace_bytes = plan.workspace_bytes(sizes)
         # The program fills its own addresses in: of each tensor, of its map, of each workspace.
         without_clusters = [1] * len(plan.kernels)
         packer = Packer(step, descriptor, plan, without_clusters, spec, simt_encoder(spec))
@@ -239,6 +239,8 @@ class CpuBackend:
                 )
             )
         for i, size in enumerate(workspace_bytes):
+            if not size:
+                continue
             contents.append(np.array([[0, size]]))
             buffers.append(
                 _BufferRequest(

@@ -31,6 +31,9 @@ from .tensor_map import driver_encoder
 
 DEFAULT_SMEM_LIMIT = 48 * 1024  # dynamic; a kernel that wants more must say so before its launch
 POISON = 0xFF  # a byte of a NaN in every dtype
+NOTHING = torch.empty(
+    0, dtype=torch.uint8
+)  # a workspace that a step is not given: it has address 0
 
 
 @dataclass(frozen=True)
@@ -213,9 +216,12 @@ class GpuBackend:
             return self._streams[current.cuda_stream]
 
     def _allocate(self, module: _Module, sizes: Sequence[int]) -> list[torch.Tensor]:
-        num_bytes = [each.num_bytes(sizes) for each in module.plan.workspaces]
+        num_bytes = module.plan.workspace_bytes(sizes)
         try:
-            workspace = [empty_on_gpu((n,), (1,), torch.uint8, self._index) for n in num_bytes]
+            workspace = [
+                empty_on_gpu((n,), (1,), torch.uint8, self._index) if n else NOTHING
+                for n in num_bytes
+            ]
         except torch.OutOfMemoryError:
             cached = torch.cuda.memory_reserved(self.device)
             cached -= torch.cuda.memory_allocated(self.device)

@@ -45,9 +45,11 @@ struct KernelLaunch {  // an empty name ends the list of kernels
     int32_t blocks_per_sm;  // gridDim.x is at most this times the multiprocessors; 0: no limit
 };
 
+// Without an axis it has one element. A step with blocks_per_sm is given such a one for what its blocks
+// leave each other between their tiles: a null pointer where none has a second tile.
 struct Workspace {  // element_bytes 0: no such workspace
     int32_t element_bytes;
-    Extent shape[4];  // elements = product of size rounded up to a multiple of tile; no axis: 1
+    Extent shape[4];  // elements = product of size rounded up to a multiple of tile
 };
 
 // How a box lies in shared memory: with the 16-byte chunks permuted in every 8 rows of this many

@@ -99,6 +99,12 @@ class Kernel:
     smem_bytes: int
     most_blocks: int  # 0: as many as there are tiles
 
+    def num_tiles(self, sizes: Sequence[int]) -> int:
+        tiles = 1
+        for size, tile in self.axes:
+            tiles *= -(-sizes[size] // tile)
+        return tiles
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -121,6 +127,23 @@ class Plan:
 
     kernels: tuple[Kernel, ...]
     workspaces: tuple[Workspace, ...]
+
+    def workspace_bytes(self, sizes: Sequence[int]) -> list[int]:
+        """Of each workspace; 0 where the step is given none."""
+        return [
+            workspace.num_bytes(sizes) if workspace.axes or self._blocks_hand_over(sizes) else 0
+            for workspace in self.workspaces
+        ]
+
+    def _blocks_hand_over(self, sizes: Sequence[int]) -> bool:
+        """Whether blocks may leave each other something: persistent ones, of several tiles."""
+        any_persistent = False
+        for kernel in self.kernels:
+            if kernel.most_blocks:
+                if kernel.num_tiles(sizes) > kernel.most_blocks:
+                    return True
+                any_persistent = True
+        return not any_persistent
 
 
 def read_plan(descriptor: LaunchDescriptor, multiprocessors: int) -> Plan:

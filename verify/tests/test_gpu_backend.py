@@ -189,6 +189,17 @@ def test_a_new_workspace_is_packed(fake, tensors) -> None:
     assert found == [addresses[0]] * 3 + [addresses[1]] * 3  # v01 has three kernels
 
 
+@pytest.mark.parametrize(("heads", "is_there"), [(132, False), (133, True)])
+def test_memory_that_a_step_will_not_use_is_not_allocated(fake, heads, is_there) -> None:
+    """v12's blocks hand over where one has a second work tile."""
+    q, k, v, o = (torch.zeros(1, heads, 9, 64, dtype=torch.bfloat16) for _ in range(4))
+    call = fake.backend.prepare(find_step("v12"), SPEC)
+    (workspace,) = call((q, k, v, o, torch.zeros(1, heads, 9)), [0.5])
+    assert (workspace.nbytes > 0) == is_there
+    (_, params) = fake.events[-1]
+    assert list(params.workspace) == [workspace.data_ptr(), 0]
+
+
 @pytest.mark.parametrize(("current", "index"), [(0, 0), (1, 0)])
 def test_memory_is_that_of_the_gpu(monkeypatch, current, index) -> None:
     """Not of torch's current one, which can be another."""

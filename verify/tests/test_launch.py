@@ -15,7 +15,7 @@ from common.paths import ROOT
 from common.problem import Specialization
 from common.runtime import launch, pack
 from common.runtime.build import host_compiler
-from common.runtime.cpu import CpuBackend
+from common.runtime.cpu import CpuBackend, SimtError
 from common.step import read_step
 from verify.tests.small_kernels import run, write_step
 from verify.tests.tensor_map_fields import VALID_TENSOR_MAP, TensorMapFields
@@ -168,7 +168,6 @@ def test_an_axis_that_there_is_not_is_refused(size, tile):
 @pytest.mark.parametrize(
     ("shape", "num_bytes"),
     [
-        ([], 24),  # the same for each call
         ([(SIZE_SEQ_Q, 64)], 24 * 256),
         ([(SIZE_HEADS, 1), (SIZE_SEQ_Q, 64)], 24 * 3 * 256),
     ],
@@ -178,8 +177,34 @@ def test_workspace_bytes(shape, num_bytes):
     needs_workspace.workspace[0].element_bytes = 24
     for axis, (size, tile) in enumerate(shape):
         needs_workspace.workspace[0].shape[axis] = launch.Extent(size, tile)
-    (workspace,) = launch.read_plan(needs_workspace, 132).workspaces
-    assert workspace.num_bytes(SIZES) == num_bytes
+    assert launch.read_plan(needs_workspace, 132).workspace_bytes(SIZES) == [num_bytes]
+
+
+@pytest.mark.parametrize(
+    ("blocks_per_sm", "multiprocessors", "num_bytes"),
+    [
+        (1, 11, 24),  # 12 tiles: a block has two
+        (1, 12, 0),
+        (4, 3, 0),
+        (0, 1, 24),  # not persistent: there is no telling what it is for
+    ],
+)
+def test_a_workspace_for_what_blocks_hand_over(blocks_per_sm, multiprocessors, num_bytes):
+    needs_workspace = descriptor(blocks_per_sm)
+    needs_workspace.workspace[0].element_bytes = 24
+    plan = launch.read_plan(needs_workspace, multiprocessors)
+    assert plan.workspace_bytes(SIZES) == [num_bytes]
+
+
+def test_without_a_second_tile_the_workspace_is_a_null_pointer(tmp_path):
+    body = "if (t == 0) p.lse[block] = 0, scores[block] = 1;"
+    path = write_step(tmp_path, "turns", body).path
+    source = path.read_text().replace("sizeof(Layout)}", "sizeof(Layout), .blocks_per_sm = 2}")
+    path.write_text(source.replace("= 4, .shape = {{SEQ_Q, 1}}", "= 4 * 4"))
+    step, backend = read_step(path), CpuBackend()
+    run(step, backend, torch.zeros(1, 1, 5, 8), num_lse=5)
+    with pytest.raises(SimtError, match="through a null pointer"):
+        run(step, backend, torch.zeros(1, 1, 4, 8), num_lse=4)
 
 
 def test_seeds_differ_in_the_number_of_multiprocessors(tmp_path):
