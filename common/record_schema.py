@@ -294,14 +294,15 @@ DISTRIBUTIONS_RECORD = {
     ),
 }
 _SAMPLES = _some({EACH: _some([_positive])})
-_LATENCY_CELL = {**_CELL, "device_us": _SAMPLES, "host_us": _SAMPLES, "missing": {EACH: str}}
+_BURSTS = _some({EACH: _some([_some([_positive])])})
+_LATENCY_CELL = {**_CELL, "device_us": _SAMPLES, "host_us": _BURSTS, "missing": {EACH: str}}
 LATENCY_RECORD = {
     "device": str,
     "dtype": str,
     "sources": lambda value: find_error(value, {EACH: _CODE}) is None and len(value) == 1,
     "host": {EACH: str},
     "cells": _some([_latency_cell]),
-    "decoding": {"keys": [_count], "host_us": dict.fromkeys(CACHES, _SAMPLES)},
+    "decoding": {"keys": [_count], "host_us": dict.fromkeys(CACHES, _BURSTS)},
 }
 
 

@@ -7,7 +7,8 @@ host       SHA-256 of the files that a call of attention() runs on the host, by 
 cells      in the order of common.problem.LATENCY
 device_us  of a cell: what the device took for each round's launch of the step alone, and for each
            peer's call
-host_us    what the host took for each call of attention(), under the step's name, and of each peer
+host_us    what the host took for each call of attention(), under the step's name, and of each peer,
+           burst by burst
 missing    why a peer is missing
 routes     which code a peer runs
 decoding   one query on a cache that has a key more at each call: the numbers of keys and, for each
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from time import perf_counter_ns
+from time import perf_counter, perf_counter_ns
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -46,6 +47,9 @@ WITHOUT = (NAIVE,)  # several kernels: nobody would choose it for small calls
 ROUNDS = 100
 # Calls that the host makes before it waits: fewer than the device's launch queue holds.
 BURSTS, CALLS = 10, 20
+# Before each turn of bursts. Neighbours on a shared host slow it down for some seconds at a time:
+# bursts that follow at once would all be slow, or none.
+PAUSE_S = 0.5
 FIRST_KEYS, LAYERS = 512, 32  # of decoding
 
 CELLS = tuple(Case.of(name, problem) for name, problem in LATENCY.items())
@@ -149,21 +153,32 @@ def measure_decoding(step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 def time_host(
     calls: Mapping[str, tuple[Callable[..., object], Iterable[tuple[torch.Tensor, ...]]]],
-) -> dict[str, list[float]]:
-    """Microseconds that each of BURSTS x CALLS calls took until it returned, by the call's name.
+) -> dict[str, list[list[float]]]:
+    """Microseconds that each call took until it returned: BURSTS of CALLS, by the call's name.
 
-    A call has its arguments in turn. Bursts of all calls are interleaved, and the host synchronizes
-    with the device before each; the first of each, a warm-up, does not count.
+    A call has its arguments in turn. Bursts of all calls are interleaved, with PAUSE_S between
+    turns, and the host synchronizes with the device before each; the first of each, a warm-up, does
+    not count.
     """
-    times = {name: [] for name in calls}
+    bursts = {name: [] for name in calls}
     turns = {name: (call, iter(arguments)) for name, (call, arguments) in calls.items()}
     for _ in range(1 + BURSTS):
+        _stay_awake(PAUSE_S)
         for name, (call, arguments) in turns.items():
             torch.cuda.synchronize()
+            times = []
             for _ in range(CALLS):
                 given = next(arguments)
                 start = perf_counter_ns()
                 call(*given)
-                times[name].append((perf_counter_ns() - start) / 1000)
+                times.append((perf_counter_ns() - start) / 1000)
+            bursts[name].append(times)
     torch.cuda.synchronize()
-    return {name: each[CALLS:] for name, each in times.items()}
+    return {name: each[1:] for name, each in bursts.items()}
+
+
+def _stay_awake(seconds: float) -> None:
+    """Waits, at work: a processor that slept starts at a lower clock."""
+    end = perf_counter() + seconds
+    while perf_counter() < end:
+        pass

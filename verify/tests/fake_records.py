@@ -166,14 +166,20 @@ def fake_latency(step: Step) -> dict:
                 **shape,
                 "causal": causal,
                 "device_us": {step.name: [4.0, 5.0, 60.0], "sdpa_flash": [40.0, 50.0, 60.0]},
-                "host_us": {step.name: [19.0, 20.0], "sdpa_flash": [190.0, 210.0]},
+                "host_us": {
+                    step.name: [[19.0, 20.0], [21.0, 22.0]],
+                    "sdpa_flash": [[190.0, 210.0], [191.0, 215.0]],
+                },
                 "missing": {"flash_attention_3": "not installed"},
             }
             for name, causal in (("n128", False), ("n128_causal", True))
         ],
         "decoding": {
             "keys": [512, 731],
-            "host_us": {cache: {step.name: [29.0, 31.0], SDPA: [39.0, 41.0]} for cache in CACHES},
+            "host_us": {
+                cache: {step.name: [[29.0, 31.0], [33.0, 35.0]], SDPA: [[39.0, 41.0]]}
+                for cache in CACHES
+            },
         },
     }
 
