@@ -30,9 +30,9 @@ ORIGINALS = sorted(
 )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def without_optimization(monkeypatch):
-    """Each runs once or twice: compiling it took longer than all the rest."""
+    """A mutant runs once or twice: compiling it took longer than all the rest."""
     monkeypatch.setattr(cpu, "STEP_FLAGS", ("-O0",))
 
 
@@ -43,6 +43,7 @@ def test_accepted(name, case):
     assert result.passed, str(result)
 
 
+@pytest.mark.usefixtures("without_optimization")
 @pytest.mark.parametrize("path", PATCHES, ids=lambda path: path.stem)
 def test_rejected(path):
     patch = read_patch(path)
