@@ -31,9 +31,7 @@ from .tensor_map import driver_encoder
 
 DEFAULT_SMEM_LIMIT = 48 * 1024  # dynamic; a kernel that wants more must say so before its launch
 POISON = 0xFF  # a byte of a NaN in every dtype
-NOTHING = torch.empty(
-    0, dtype=torch.uint8
-)  # a workspace that a step is not given: it has address 0
+NOTHING = torch.empty(0, dtype=torch.uint8)  # a workspace that a step is not given, at address 0
 
 
 @dataclass(frozen=True)
