@@ -56,8 +56,7 @@ forward = torch.ops.attention_worklog.forward.default
 backward = torch.ops.attention_worklog.backward.default
 
 _calls = Cache()  # _Chosen, by all that the choice depends on
-# Never removed: a backend owns the modules that it has loaded, and cached calls refer to them.
-# PyCUDA cannot unload them from a thread in which another context is current.
+# Never removed: what a backend has loaded stays loaded, and cached calls refer to it.
 _backends: dict[torch.device, Backend] = {}
 _backends_lock = threading.Lock()
 

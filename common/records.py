@@ -47,6 +47,7 @@ _HOST_FILES = (
     "runtime/backend.py",
     "runtime/gpu.py",
     "runtime/launch.py",
+    "runtime/launcher.py",
     "runtime/pack.py",
     "runtime/pack.cpp",
 )

@@ -211,7 +211,7 @@ class CpuBackend:
         # The program fills its own addresses in: of each tensor, of its map, of each workspace.
         without_clusters = [1] * len(plan.kernels)
         packer = Packer(step, descriptor, plan, without_clusters, spec, simt_encoder(spec))
-        packed = packer(tensors, scalars, [])
+        packed = packer(tensors, scalars)
         if packed is None:
             return None, []
         params, blocks = packed

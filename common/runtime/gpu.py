@@ -1,11 +1,14 @@
-"""The GPU backend: cubins from nvcc, launched by PyCUDA in torch's context and stream."""
+"""The GPU backend: cubins from nvcc, on torch's stream.
+
+PyCUDA tells torch's context, the driver itself launches.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +20,9 @@ from ..problem import Specialization
 from ..step import Step
 from .backend import Call, empty_on_gpu, launch, not_enough_memory
 from .build import Build, Resources, build_cubin, cubin_flags, nvcc, parse_resources
-from .driver import EarlyLaunch, bindings, call
+from .driver import bindings, call
 from .launch import (
+    Kernel,
     LaunchDescriptor,
     Plan,
     descriptor_type,
@@ -26,22 +30,12 @@ from .launch import (
     read_plan,
     sizes_of,
 )
+from .launcher import Launch, Launcher
 from .pack import Packer
 from .tensor_map import driver_encoder
 
-DEFAULT_SMEM_LIMIT = 48 * 1024  # dynamic; a kernel that wants more must say so before its launch
 POISON = 0xFF  # a byte of a NaN in every dtype
 NOTHING = torch.empty(0, dtype=torch.uint8)  # a workspace that a step is not given, at address 0
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """A kernel of a loaded cubin."""
-
-    start: Callable  # PyCUDA's or alike
-    gap: bytes  # what to put before the parameter
-    block: tuple[int, int, int]
-    smem_bytes: int
 
 
 @dataclass(frozen=True)
@@ -55,8 +49,7 @@ class _Module:
     step: Step
     descriptor: LaunchDescriptor
     plan: Plan
-    packer: Packer
-    launches: tuple[_Launch, ...]
+    launcher: Launcher
     resources: dict[str, Resources]
 
 
@@ -87,10 +80,8 @@ class GpuBackend:
             torch.cuda.current_device() if device is None or device.index is None else device.index
         )
         self.device, self._index = torch.device("cuda", index), index
-        # torch works in the primary context, and so do we: its pointers are ours. It is pushed
-        # around a use only, because PyCUDA keeps a stack of contexts per thread.
+        # torch works in the primary context, and so do we: its pointers are ours.
         self._context = driver.Device(index).retain_primary_context()
-        self._context_handle = self._bindings.CUcontext(self._context.handle)
         self._capability = torch.cuda.get_device_capability(self.device)
         self._smem_limit = driver.Device(index).get_attribute(
             driver.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -98,7 +89,6 @@ class GpuBackend:
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._modules: dict[tuple[Step, Specialization], _Module] = {}
         self._lock = threading.Lock()
-        self._streams: dict[int, tuple] = {}  # by the handle of torch's stream
         self._poison = poison
 
     def refusal(self, step: Step, spec: Specialization) -> str | None:
@@ -143,34 +133,14 @@ class GpuBackend:
         return partial(self._call, self._module(step, spec))
 
     def _call(
-        self,
-        module: _Module,
-        tensors: Sequence[torch.Tensor],
-        scalars: Sequence[float],
-    ) -> list[torch.Tensor] | None:
-        # A thread that torch works in has the context already.
-        if self._bindings.cuCtxGetCurrent()[1] == self._context_handle:
-            return self._call_in_context(module, tensors, scalars)
-        with self._pushed_context():
-            return self._call_in_context(module, tensors, scalars)
-
-    def _call_in_context(
-        self,
-        module: _Module,
-        tensors: Sequence[torch.Tensor],
-        scalars: Sequence[float],
+        self, module: _Module, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
     ) -> list[torch.Tensor] | None:
         # Once freed, torch reuses it only for work later on the same stream.
         workspace = self._allocate(module, sizes_of(tensors)) if module.plan.workspaces else []
-        packed = module.packer(tensors, scalars, [part.data_ptr() for part in workspace])
-        if packed is None:
-            return None
         # The bare handle, as torch's compiled code gets it: current_stream() makes an object.
-        if torch._C._cuda_getCurrentRawStream(self._index):
-            self._launch_beside(module, *packed)
-        else:
-            self._launch(module, *packed, None)
-        return workspace
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        addresses = [part.data_ptr() for part in workspace]
+        return workspace if module.launcher(tensors, scalars, addresses, stream) else None
 
     @contextlib.contextmanager
     def _pushed_context(self):
@@ -179,39 +149,6 @@ class GpuBackend:
             yield
         finally:
             self._driver.Context.pop()
-
-    def _launch(self, module: _Module, params: bytes, blocks: list[int], stream) -> None:
-        """Launches the kernels, in order with a stream of PyCUDA's. None is torch's default one."""
-        try:
-            for each, count in zip(module.launches, blocks, strict=True):
-                grid = (count, 1, 1)
-                each.start(grid, each.block, each.gap + params, each.smem_bytes, stream)
-        except self._driver.Error as error:
-            raise RuntimeError(f"{module.step.name} cannot be launched: {error}") from None
-
-    def _launch_beside(self, module: _Module, params: bytes, blocks: list[int]) -> None:
-        """Launches the kernels, in order with torch's current stream.
-
-        PyCUDA launches only on streams of its own: one of those waits for torch's, runs the
-        kernels, and torch's waits for it.
-        """
-        current = torch.cuda.current_stream(self._index)
-        stream, beside = self._stream_beside(current)
-        beside.wait_stream(current)
-        try:
-            self._launch(module, params, blocks, stream)
-        finally:
-            current.wait_stream(beside)
-
-    def _stream_beside(self, current: torch.cuda.Stream) -> tuple:
-        """PyCUDA's stream for one of torch's, and the same as torch sees it."""
-        with self._lock:
-            if current.cuda_stream not in self._streams:
-                with self._pushed_context():
-                    stream = self._driver.Stream()
-                beside = torch.cuda.ExternalStream(stream.handle, self.device)
-                self._streams[current.cuda_stream] = stream, beside
-            return self._streams[current.cuda_stream]
 
     def _allocate(self, module: _Module, sizes: Sequence[int]) -> list[torch.Tensor]:
         num_bytes = module.plan.workspace_bytes(sizes)
@@ -239,69 +176,57 @@ class GpuBackend:
         return self._modules[step, spec]
 
     def _load(self, step: Step, spec: Specialization, build: Build) -> _Module:
+        """Loads it, for as long as the process lives."""
         with self._pushed_context():
-            module = self._driver.module_from_file(str(build.path))
-            pointer, size = module.get_global("launch_descriptor")
+            module = call("cuModuleLoad", str(build.path).encode())
             descriptor = descriptor_type(step.operation)()
+            size = self._read(module, "launch_descriptor", descriptor)
             assert size == ctypes.sizeof(descriptor), "launch.py and launch.h differ"
-            self._driver.memcpy_dtoh(descriptor, pointer)
-            start_early = self._kernels_start_early(step, module)
+            starts_early = self._kernels_start_early(step, module)
             resources = parse_resources(build.log)
             plan = read_plan(descriptor, self.multiprocessors)
             launches, clusters = [], []
             for index, kernel in enumerate(plan.kernels):
-                name, block = kernel.name, (kernel.threads, 1, 1)
+                name = kernel.name
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
-                params_bytes = ctypes.sizeof(params_type(step.operation))
-                offset, cluster = _inspect(build.path, name, params_bytes, self._index)
+                function, cluster = self._function(step, module, kernel)
+                early = starts_early and index > 0
+                launches.append(Launch(function, kernel.threads, kernel.smem_bytes, early))
                 clusters.append(cluster)
-                if start_early and index > 0:
-                    most_smem_bytes = min(kernel.smem_bytes, self._smem_limit)
-                    # The driver knows the parameter's place, and leaves the gap itself.
-                    early = EarlyLaunch(build.path, name, most_smem_bytes)
-                    launches.append(_Launch(early, b"", block, kernel.smem_bytes))
-                    continue
-                function = module.get_function(name)
-                # The end of prepared_async_call, which packs the bytes first: most of its time.
-                launches.append(
-                    _Launch(function._launch_kernel, bytes(offset), block, kernel.smem_bytes)
-                )
-                if DEFAULT_SMEM_LIMIT < kernel.smem_bytes <= self._smem_limit:
-                    function.set_attribute(
-                        self._driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                        kernel.smem_bytes,
-                    )
             packer = Packer(step, descriptor, plan, clusters, spec, driver_encoder(spec))
-            return _Module(step, descriptor, plan, packer, tuple(launches), resources)
+            launcher = Launcher(step.name, packer, self._context.handle, launches)
+            return _Module(step, descriptor, plan, launcher, resources)
+
+    def _read(self, module, name: str, variable: ctypes.Structure | ctypes.c_int32) -> int:
+        """Copies a variable of a module if it has this size; returns its size, 0 if it is none."""
+        status, pointer, size = self._bindings.cuModuleGetGlobal(module, name.encode())
+        if status == self._bindings.CUresult.CUDA_ERROR_NOT_FOUND:
+            return 0
+        if size == ctypes.sizeof(variable):
+            self._driver.memcpy_dtoh(variable, int(pointer))
+        return size
 
     def _kernels_start_early(self, step: Step, module) -> bool:
         """Whether the step defines it as 1."""
-        try:
-            pointer, size = module.get_global("kernels_start_early")
-        except self._driver.LogicError:
-            return False
         defined = ctypes.c_int32()
-        if size != ctypes.sizeof(defined):
+        size = self._read(module, "kernels_start_early", defined)
+        if size not in (0, ctypes.sizeof(defined)):
             raise UsageError(f"{step.name}: kernels_start_early has {size} bytes: make it int32_t")
-        self._driver.memcpy_dtoh(defined, pointer)
         if defined.value not in (0, 1):
             raise UsageError(f"{step.name}: kernels_start_early is {defined.value}: make it 0 or 1")
         return bool(defined.value)
 
-
-def _inspect(cubin: Path, kernel: str, params_bytes: int, device: int) -> tuple[int, int]:
-    """Bytes before the parameter in what is packed for a launch, and the blocks of a cluster.
-
-    Parameters begin at some address of constant memory, and the driver aligns only those that it
-    packs itself: here a gap is left in front of the 128-byte aligned struct.
-    """
-    cluster_width = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH
-    library = call("cuLibraryLoadFromFile", str(cubin).encode(), [], [], 0, [], [], 0)
-    try:
-        found = call("cuLibraryGetKernel", library, kernel.encode())
-        offset, size = call("cuKernelGetParamInfo", found, 0)
-        cluster = call("cuKernelGetAttribute", cluster_width, found, device)
-    finally:
-        call("cuLibraryUnload", library)
-    assert size == params_bytes, "launch.py and launch.h differ"
-    return offset, cluster or 1  # 0: no clusters
+    def _function(self, step: Step, module, kernel: Kernel) -> tuple[int, int]:
+        """The kernel's CUfunction, ready for its shared memory, and the blocks of a cluster."""
+        attributes = self._bindings.CUfunction_attribute
+        function = call("cuModuleGetFunction", module, kernel.name.encode())
+        _, size = call("cuFuncGetParamInfo", function, 0)
+        assert size == ctypes.sizeof(params_type(step.operation)), "launch.py and launch.h differ"
+        call(
+            "cuFuncSetAttribute",
+            function,
+            attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            min(kernel.smem_bytes, self._smem_limit),  # refusal() tells of a larger one
+        )
+        width = attributes.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH
+        return int(function), call("cuFuncGetAttribute", width, function) or 1  # 0: no clusters

@@ -1,5 +1,6 @@
-// Packs the parameter of a step's kernels, the struct that launch.h or backward.h defines. In Python
-// this would take half of a small call's time on the host. pack.py compiles it and mirrors Plan.
+// Packs the parameter of a step's kernels, the struct that launch.h or backward.h defines, and on a GPU
+// launches them. In Python this would take half of a small call's time on the host. pack.py compiles it
+// and mirrors Plan, launcher.py Launcher.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -158,6 +159,83 @@ int encode_for_simt(void* map, int element_bytes, uint32_t, void* address, const
     fields.element_bytes = element_bytes;
     std::memcpy(map, &fields, sizeof fields);
     return 0;
+}
+}  // extern "C"
+
+// ---- Launching. Types and constants of the driver are as in cuda.h, which not every machine has.
+
+constexpr int MAX_PARAMS_BYTES = 4096;  // what kernels can take on every GPU
+constexpr int MAX_KERNELS = 3;
+constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6;  // a CUlaunchAttributeID
+
+using Context = void*;
+
+struct LaunchAttribute {  // CUlaunchAttribute
+    int32_t id, padding, value[16];
+};
+
+struct LaunchConfig {  // CUlaunchConfig
+    uint32_t grid[3], block[3], smem_bytes;
+    void* stream;
+    LaunchAttribute* attributes;
+    uint32_t num_attributes;
+};
+
+struct Launch {  // of one kernel
+    void* function;
+    int32_t threads, smem_bytes;
+    int32_t starts_early;  // before the kernel in front has ended
+};
+
+struct Launcher {
+    int (*get_context)(Context*);  // cuCtxGetCurrent
+    int (*push_context)(Context);
+    int (*pop_context)(Context*);
+    int (*launch)(const LaunchConfig*, void* function, void** params, void** extra);
+    Context context;  // of the kernels
+    Launch kernel[MAX_KERNELS];
+};
+
+int launch_kernel(const Launcher& launcher, const Launch& kernel, int64_t blocks, void* params,
+                  void* stream) {
+    LaunchAttribute early = {PROGRAMMATIC_STREAM_SERIALIZATION, 0, {1}};
+    LaunchConfig config = {};
+    config.grid[0] = uint32_t(std::min<int64_t>(blocks, UINT32_MAX));  // the driver rejects that
+    config.block[0] = kernel.threads;
+    config.grid[1] = config.grid[2] = config.block[1] = config.block[2] = 1;
+    config.smem_bytes = kernel.smem_bytes;
+    config.stream = stream;
+    config.attributes = &early;
+    config.num_attributes = kernel.starts_early;
+    return launcher.launch(&config, kernel.function, &params, nullptr);
+}
+
+int launch_here(const Plan& plan, const int64_t* addresses, const Tensor* tensors,
+                const double* scalars, const Launcher& launcher, void* stream) {
+    alignas(MAP_ALIGNMENT) unsigned char params[MAX_PARAMS_BYTES] = {};
+    int64_t blocks[MAX_KERNELS];
+    if (const int failure = pack(&plan, addresses, tensors, scalars, params, blocks))
+        return failure;
+    for (int i = 0; i < plan.kernels; ++i)
+        if (const int status =
+                launch_kernel(launcher, launcher.kernel[i], blocks[i], params, stream))
+            return UNFIT - status;
+    return 0;
+}
+
+extern "C" {
+// Packs, and launches the kernels in order. Returns what pack() does; or UNFIT - the driver's status
+// where that fails, and then launches no more. The thread may be in another context, or in none.
+int launch(const Plan* plan, const int64_t* addresses, const Tensor* tensors, const double* scalars,
+           const Launcher* launcher, void* stream) {
+    Context current = nullptr;
+    if (const int status = launcher->get_context(&current)) return UNFIT - status;
+    const bool is_elsewhere = current != launcher->context;
+    if (is_elsewhere)
+        if (const int status = launcher->push_context(launcher->context)) return UNFIT - status;
+    const int failure = launch_here(*plan, addresses, tensors, scalars, *launcher, stream);
+    if (is_elsewhere) launcher->pop_context(&current);
+    return failure;
 }
 }  // extern "C"
 }  // namespace packing

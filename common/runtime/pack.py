@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
@@ -69,25 +68,16 @@ class _Plan(ctypes.Structure):
 
 
 @cache
-def library() -> ctypes.PyDLL:
+def library() -> ctypes.CDLL:
     """pack.cpp, compiled. Raises UsageError where that fails."""
     built = compile_cached(host_compiler(), FLAGS, SOURCE, SOURCE.parent, "pack.so")
-    return ctypes.PyDLL(str(built.path))
+    return ctypes.CDLL(str(built.path))
 
 
 def simt_encoder(spec: Specialization) -> MapEncoder:
     """Encodes what the SIMT runtime reads as a map: struct TensorMapFields of simt/tensor_map.h."""
     function = ctypes.cast(library().encode_for_simt, ctypes.c_void_p).value
     return MapEncoder(function, DTYPES[spec.dtype].itemsize, 0, str)
-
-
-class _Buffer(threading.local):
-    """Where a thread's calls are packed."""
-
-    def __init__(self, num_bytes: int, num_kernels: int) -> None:
-        self.params = ctypes.create_string_buffer(num_bytes)
-        self.view = memoryview(self.params)
-        self.blocks = (ctypes.c_int64 * num_kernels)()
 
 
 class Packer:
@@ -114,8 +104,7 @@ class Packer:
         self._addresses = struct.Struct(f"{len(operation.operands) + operation.workspaces}q").pack
         self._layouts = struct.Struct(f"{8 * len(operation.strided)}q").pack
         self._scalars = struct.Struct(f"{len(operation.scalars)}d").pack
-        self._buffer = _Buffer(ctypes.sizeof(params_type(operation)), len(plan.kernels))
-        self._pack = library().pack
+        self._params_bytes = ctypes.sizeof(params_type(operation))
         self._plan = _Plan(
             encoder.function,
             encoder.data_type,
@@ -142,17 +131,16 @@ class Packer:
             planned.most_blocks, planned.cluster = kernel.most_blocks, cluster
         self._plan_pointer = ctypes.byref(self._plan)
 
-    def __call__(
+    def gather(
         self,
         tensors: Sequence[torch.Tensor],
         scalars: Sequence[float],
         workspace: Sequence[int],
-    ) -> tuple[bytes, list[int]] | None:
-        """The parameter, and the number of each kernel's blocks.
+    ) -> tuple:
+        """The first arguments of pack.cpp's functions.
 
         The tensors are in the order of the operands, the workspaces at addresses, and a strided
-        operand has four axes. None where the tensors do not fit together, or the step cannot read
-        their rows. Raises UsageError where no tensor map can describe one.
+        operand has four axes.
         """
         addresses = [t.data_ptr() for t in tensors]
         addresses += workspace
@@ -161,20 +149,32 @@ class Packer:
         for t in self._strided(tensors):
             layouts += t.shape
             layouts += t.stride()
-        buffer = self._buffer
-        failure = self._pack(
+        return (
             self._plan_pointer,
             self._addresses(*addresses),
             self._layouts(*layouts),
             self._scalars(*scalars),
-            buffer.params,
-            buffer.blocks,
         )
-        if failure == UNFIT:
-            return None
-        if failure:
+
+    def accepts(self, failure: int, tensors: Sequence[torch.Tensor]) -> bool:
+        """What pack() has returned: False where the tensors do not fit together, or the step cannot
+        read their rows. Raises UsageError where no tensor map can describe one.
+        """
+        if failure > 0:
             self._refuse(failure, tensors)
-        return bytes(buffer.view), buffer.blocks[:]
+        return failure == 0
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
+    ) -> tuple[bytes, list[int]] | None:
+        """The parameter, without workspaces, and the number of each kernel's blocks.
+
+        None where accepts() is False; raises as it does.
+        """
+        params = ctypes.create_string_buffer(self._params_bytes)
+        blocks = (ctypes.c_int64 * self._plan.kernels)()
+        failure = library().pack(*self.gather(tensors, scalars, ()), params, blocks)
+        return (params.raw, blocks[:]) if self.accepts(failure, tensors) else None
 
     def _refuse(self, failure: int, tensors: Sequence[torch.Tensor]) -> NoReturn:
         index, status = failure % 256 - 1, failure // 256

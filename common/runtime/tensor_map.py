@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import torch
 from ..errors import UsageError
 from ..problem import Specialization
 from ..step import Step
-from .driver import bindings, library
+from .driver import address, bindings
 from .launch import Box, LaunchDescriptor
 
 ALIGNMENT = 16  # bytes that divide a tensor's address, its strides and a box's rows
@@ -33,13 +32,10 @@ class MapEncoder:
 
 
 def driver_encoder(spec: Specialization) -> MapEncoder:
-    """Encodes the hardware's bits. Needs a CUDA context.
-
-    Not by cuda-bindings: they make an object of each number, and that takes longer than the driver.
-    """
+    """Encodes the hardware's bits. Needs a CUDA context."""
     driver = bindings()
     return MapEncoder(
-        ctypes.cast(library().cuTensorMapEncodeTiled, ctypes.c_void_p).value,
+        address("cuTensorMapEncodeTiled"),
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_DATA_TYPES[spec.dtype]}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         lambda status: driver.CUresult(status).name,

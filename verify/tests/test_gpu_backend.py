@@ -6,6 +6,9 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -22,12 +25,16 @@ from common.runtime.backend import empty_on_gpu
 from common.runtime.build import Build, Resources
 from common.runtime.cpu import CpuBackend
 from common.runtime.launch import params_type
-from common.runtime.pack import simt_encoder
+from common.runtime.launcher import Launch, Launcher
+from common.runtime.pack import Packer, simt_encoder
 from common.step import read_step
 from verify.tests.tensor_map_fields import TensorMapFields
 
-CONTEXT = 7  # torch's
-GAP = b"gap"  # before a kernel's parameter
+CONTEXT = 7 << 40  # torch's
+STREAM = 5 << 40
+LIMIT = 227 * 1024  # of a block's shared memory
+INVALID_VALUE, NOT_FOUND = 1, 500  # of CUresult
+EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 V01 = find_step("v01")
 # Without a workspace, whose address may change from call to call.
 V11 = find_step("v11")
@@ -35,35 +42,122 @@ PARAMS = params_type(V11.operation)
 SPEC = Specialization(64, "bf16", causal=False)
 
 
-class DriverError(Exception):
-    pass
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute, as in pack.cpp; test_launch.py compares that with cuda.h."""
+
+    _fields_ = [("id", ctypes.c_int), ("_pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16)]
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig, likewise."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What cuLaunchKernelEx was told."""
+
+    function: int
+    stream: int
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    smem_bytes: int
+    attributes: tuple[tuple[int, int], ...]  # id, value
+    params: ctypes.Structure
+
+
+class Driver:
+    """libcuda and cuda-bindings: keeps what happened, names of calls and launches."""
+
+    def __init__(self) -> None:
+        self.events: list[str | Told] = []
+        self.contexts = [CONTEXT]  # those of the thread; the last one is current
+        self.fails: dict[str, int] = {}  # the status of a function, by its name
+        self.params = PARAMS
+        handle = ctypes.c_void_p
+        types = {
+            "cuCtxGetCurrent": (ctypes.POINTER(handle),),
+            "cuCtxPushCurrent_v2": (handle,),
+            "cuCtxPopCurrent_v2": (ctypes.POINTER(handle),),
+            "cuLaunchKernelEx": (ctypes.POINTER(Config), handle, ctypes.POINTER(handle), handle),
+        }
+        self._functions = {
+            name: ctypes.CFUNCTYPE(ctypes.c_int, *of)(partial(self._call, name))
+            for name, of in types.items()
+        }
+        self.bindings = MagicMock(CUresult=CUresult)
+
+    def address(self, name: str) -> int:
+        return ctypes.cast(self._functions[name], ctypes.c_void_p).value
+
+    def _call(self, name: str, *arguments) -> int:
+        # What is raised in a callback is lost.
+        return self.fails.get(name) or getattr(self, name)(*arguments) or 0
+
+    def cuCtxGetCurrent(self, current) -> None:
+        current[0] = self.contexts[-1]
+
+    def cuCtxPushCurrent_v2(self, context) -> None:
+        self.contexts.append(context)
+        self.events.append("push")
+
+    def cuCtxPopCurrent_v2(self, popped) -> None:
+        popped[0] = self.contexts.pop()
+        self.events.append("pop")
+
+    def cuLaunchKernelEx(self, config, function, params, extra) -> int | None:
+        if self.contexts[-1] != CONTEXT or extra:
+            return INVALID_VALUE
+        config = config.contents
+        attributes = config.attributes[: config.num_attributes]
+        self.events.append(
+            Told(
+                function,
+                config.stream or 0,
+                tuple(config.grid),
+                tuple(config.block),
+                config.smem_bytes,
+                tuple((attribute.id, attribute.value[0]) for attribute in attributes),
+                self.params.from_buffer_copy(
+                    ctypes.string_at(params[0], ctypes.sizeof(self.params))
+                ),
+            )
+        )
+
+    @property
+    def launches(self) -> list[Told]:
+        return [event for event in self.events if isinstance(event, Told)]
+
+
+class CUresult(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = INVALID_VALUE
+    CUDA_ERROR_NOT_FOUND = NOT_FOUND
 
 
 class Gpu:
-    """The backend, and what happened: names of calls, launches as (stream, parameter)."""
+    """The backend on a fake driver."""
 
     def __init__(self, monkeypatch) -> None:
-        self.events: list = []
-        self.current_context = CONTEXT
-        self.stream = MagicMock(cuda_stream=0)
-        self.stream.wait_stream = lambda other: self.events.append("torch waits")
-        self.fails = False
+        self.driver = Driver()
+        self.stream = 0  # torch's current one
         self.cluster = 1
-        driver = MagicMock(Error=DriverError)
-        context = driver.Device.return_value.retain_primary_context.return_value
-        context.handle = CONTEXT
-        context.push = lambda: self.events.append("push")
-        driver.Context.pop = lambda: self.events.append("pop")
-        driver.Device.return_value.get_attribute.return_value = 227 * 1024
-        driver.Stream = lambda: self.events.append("new stream") or SimpleNamespace(handle=11)
-        bindings = MagicMock(CUcontext=int)
-        bindings.cuCtxGetCurrent = lambda: (0, self.current_context)
-        beside = MagicMock()
-        beside.wait_stream = lambda other: self.events.append("PyCUDA's waits")
-
-        monkeypatch.setitem(sys.modules, "pycuda", MagicMock(driver=driver))
-        monkeypatch.setitem(sys.modules, "pycuda.driver", driver)
-        monkeypatch.setattr(gpu, "bindings", lambda: bindings)
+        pycuda = self.pycuda = MagicMock()
+        pycuda.Device.return_value.retain_primary_context.return_value.handle = CONTEXT
+        pycuda.Device.return_value.get_attribute.return_value = LIMIT
+        monkeypatch.setitem(sys.modules, "pycuda", MagicMock(driver=pycuda))
+        monkeypatch.setitem(sys.modules, "pycuda.driver", pycuda)
+        monkeypatch.setattr(driver, "address", self.driver.address)
+        for module in (driver, gpu):
+            monkeypatch.setattr(module, "bindings", lambda: self.driver.bindings)
         monkeypatch.setattr(gpu, "nvcc", lambda: "nvcc")
         monkeypatch.setattr(gpu, "build_cubin", lambda *job: job)
         properties = SimpleNamespace(multi_processor_count=132)
@@ -72,14 +166,12 @@ class Gpu:
             "init": lambda: None,
             "get_device_capability": lambda device: (9, 0),
             "get_device_properties": lambda device: properties,
-            "current_stream": self.current_stream,
-            "ExternalStream": lambda handle, device: beside,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(
             torch._C,
             "_cuda_getCurrentRawStream",
-            lambda index: {0: self.stream.cuda_stream}[index],
+            lambda index: {0: self.stream}[index],
             raising=False,  # a torch for the CPU has none
         )
         monkeypatch.setattr(gpu, "empty_on_gpu", self.allocate)
@@ -90,33 +182,17 @@ class Gpu:
         assert index == 0
         return torch.empty_strided(sizes, strides, dtype=dtype)
 
-    def current_stream(self, index):
-        assert self.stream.cuda_stream, "made an object for the default stream"
-        return self.stream
-
     def load(self, step, spec, job):
         descriptor = CpuBackend().descriptor(step, spec)
         plan = gpu.read_plan(descriptor, self.backend.multiprocessors)
         clusters = [self.cluster] * len(plan.kernels)
-        packer = gpu.Packer(step, descriptor, plan, clusters, spec, simt_encoder(spec))
-        launches = tuple(
-            gpu._Launch(self.launch, GAP, (kernel.threads, 1, 1), kernel.smem_bytes)
-            for kernel in plan.kernels
-        )
-        return gpu._Module(step, descriptor, plan, packer, launches, {})
-
-    def launch(self, grid, block, parameters, smem_bytes, stream):
-        if self.fails:
-            raise DriverError("cuLaunchKernel failed: invalid argument")
-        gap, params = parameters[: len(GAP)], parameters[len(GAP) :]
-        assert (gap, len(params)) == (GAP, ctypes.sizeof(PARAMS))
-        self.grid = grid
-        self.events.append((stream and stream.handle, PARAMS.from_buffer_copy(params)))
-
-    def take(self) -> list:
-        """What has happened since; of a launch, the stream."""
-        events, self.events = self.events, []
-        return [event if isinstance(event, str) else event[0] for event in events]
+        packer = Packer(step, descriptor, plan, clusters, spec, simt_encoder(spec))
+        launches = [
+            Launch(index, kernel.threads, kernel.smem_bytes, starts_early=False)
+            for index, kernel in enumerate(plan.kernels)
+        ]
+        launcher = Launcher(step.name, packer, CONTEXT, launches)
+        return gpu._Module(step, descriptor, plan, launcher, {})
 
 
 @pytest.fixture
@@ -144,7 +220,7 @@ def test_another_address_is_packed(fake, tensors, index) -> None:
     others = [t.clone() if place == index else t for place, t in enumerate(tensors)]
     call(others, [0.5])
     call(tensors, [0.5])
-    first, second, third = (event[1] for event in fake.events)
+    first, second, third = (launch.params for launch in fake.driver.launches)
     name = ("q", "k", "v", "o", "lse")[index]
     assert getattr(first, name) == getattr(third, name) == tensors[index].data_ptr()
     assert getattr(second, name) == others[index].data_ptr()
@@ -158,7 +234,7 @@ def test_another_scale_is_packed(fake, tensors) -> None:
     call = fake.backend.prepare(V11, SPEC)
     for scale in (0.5, 0.25, 0.5):
         call(tensors, [scale])
-    scales = [event[1].softmax_scale for event in fake.events if isinstance(event, tuple)]
+    scales = [launch.params.softmax_scale for launch in fake.driver.launches]
     assert scales == [0.5, 0.25, 0.5]
 
 
@@ -170,7 +246,7 @@ def test_a_growing_cache_is_prepared_once(fake, tensors, monkeypatch) -> None:
     for seq_k in (7, 8, 9):
         grown = k[:, :, :seq_k], v[:, :, :seq_k].clone()
         call((q, *grown, o, lse), [0.5])
-        (_, params) = fake.events[-1]
+        params = fake.driver.launches[-1].params
         assert params.seq_k == seq_k
         for name, t, head in zip(("k", "v"), grown, (9, seq_k), strict=True):
             sizes, byte_strides = (64, seq_k, 2, 1), (128, 128 * head, 0)
@@ -184,8 +260,8 @@ def test_a_new_workspace_is_packed(fake, tensors) -> None:
     first, second = (call(tensors, [0.5]) for _ in range(2))
     addresses = [[part.data_ptr() for part in workspace] for workspace in (first, second)]
     assert addresses[0] != addresses[1]
-    launches = [event[1] for event in fake.events if isinstance(event, tuple)]
-    found = [list(params.workspace)[: len(first)] for params in launches]
+    launches = fake.driver.launches
+    found = [list(launch.params.workspace)[: len(first)] for launch in launches]
     assert found == [addresses[0]] * 3 + [addresses[1]] * 3  # v01 has three kernels
 
 
@@ -196,7 +272,7 @@ def test_memory_that_a_step_will_not_use_is_not_allocated(fake, heads, is_there)
     call = fake.backend.prepare(find_step("v12"), SPEC)
     (workspace,) = call((q, k, v, o, torch.zeros(1, heads, 9)), [0.5])
     assert (workspace.nbytes > 0) == is_there
-    (_, params) = fake.events[-1]
+    params = fake.driver.launches[-1].params
     assert list(params.workspace) == [workspace.data_ptr(), 0]
 
 
@@ -235,32 +311,73 @@ def test_the_second_gpu() -> None:
     assert ended.returncode == 0, ended.stderr.decode()
 
 
-def test_a_thread_in_another_context(fake, tensors) -> None:
+@pytest.mark.parametrize("current", [None, CONTEXT + 1])
+def test_a_thread_in_another_context(fake, tensors, current) -> None:
+    """And back in that one afterwards, also where nothing was launched."""
     call = fake.backend.prepare(V11, SPEC)
+    fake.driver.contexts = [current]
     call(tensors, [0.5])
-    fake.take()
-    for fake.current_context in (0, CONTEXT + 1):
+    push, launch, pop = fake.driver.events
+    assert (push, launch.grid, pop) == ("push", (2, 1, 1), "pop")
+    fake.driver.events.clear()
+    assert call([t[:, :1] if t is tensors[1] else t for t in tensors], [0.5]) is None
+    assert fake.driver.events == ["push", "pop"]
+    assert fake.driver.contexts == [current]
+
+
+@pytest.mark.parametrize("step", [V01, V11], ids=lambda step: step.name)
+def test_kernels_are_launched_as_the_descriptor_says(fake, tensors, step) -> None:
+    fake.backend.prepare(step, SPEC)(tensors, [0.5])
+    kernels = fake.backend.descriptor(step, SPEC).kernels
+    for launch, kernel in zip(fake.driver.events, kernels, strict=False):
+        assert launch.block == (kernel.threads, 1, 1)
+        assert launch.smem_bytes == kernel.smem_bytes
+    assert len(fake.driver.events) == len([kernel for kernel in kernels if kernel.name])
+
+
+def test_a_launch_goes_to_torchs_current_stream(fake, tensors) -> None:
+    call = fake.backend.prepare(V11, SPEC)
+    for fake.stream in (0, STREAM, 0):
         call(tensors, [0.5])
-        assert fake.take() == ["push", None, "pop"]
+    assert [launch.stream for launch in fake.driver.events] == [0, STREAM, 0]
 
 
-def test_another_stream(fake, tensors) -> None:
+@pytest.mark.parametrize(
+    ("name", "happened"),
+    [
+        ("cuCtxGetCurrent", []),
+        ("cuCtxPushCurrent_v2", []),
+        ("cuLaunchKernelEx", ["push", "pop"]),
+    ],
+)
+def test_a_launch_that_fails_is_one_clear_line(fake, tensors, name, happened) -> None:
     call = fake.backend.prepare(V11, SPEC)
-    call(tensors, [0.5])
-    fake.take()
-    fake.stream.cuda_stream = 5
-    call(tensors, [0.5])
-    assert fake.take() == ["push", "new stream", "pop", "PyCUDA's waits", 11, "torch waits"]
-    call(tensors, [0.5])
-    assert fake.take() == ["PyCUDA's waits", 11, "torch waits"]
-
-
-def test_a_launch_that_fails_is_one_clear_line(fake, tensors) -> None:
-    fake.fails, fake.stream.cuda_stream = True, 5
-    call = fake.backend.prepare(V11, SPEC)
-    with pytest.raises(RuntimeError, match=rf"^{V11.name} cannot be launched: cuLaunchKernel"):
+    fake.driver.contexts, fake.driver.fails = [None], {name: INVALID_VALUE}
+    with pytest.raises(RuntimeError, match=rf"^{V11.name} cannot be .*: CUDA_ERROR_INVALID_VALUE$"):
         call(tensors, [0.5])
-    assert fake.take()[-1] == "torch waits"
+    assert fake.driver.events == happened
+
+
+def test_after_a_kernel_that_fails_none_is_launched(fake, tensors) -> None:
+    call = fake.backend.prepare(V01, SPEC)
+    launch = fake.driver.cuLaunchKernelEx
+
+    def fail_second(config, function, params, extra):
+        launch(config, function, params, extra)
+        fake.driver.fails["cuLaunchKernelEx"] = INVALID_VALUE
+
+    fake.driver.cuLaunchKernelEx = fail_second
+    with pytest.raises(RuntimeError, match="cannot be launched"):
+        call(tensors, [0.5])
+    assert [launch.function or 0 for launch in fake.driver.events] == [0]
+
+
+def test_a_grid_beyond_32_bits_is_not_cut_off(fake, tensors) -> None:
+    """The driver rejects what it is told instead."""
+    *strided, lse = tensors
+    many = [t[:, :1].expand(1 << 16, (1 << 16) + 1, -1, -1) for t in strided]
+    fake.backend.prepare(find_step("v08"), SPEC)((*many, lse), [0.5])
+    assert fake.driver.launches[-1].grid == ((1 << 32) - 1, 1, 1)
 
 
 def test_a_grid_is_filled_up_to_whole_clusters(fake, tensors) -> None:
@@ -270,7 +387,7 @@ def test_a_grid_is_filled_up_to_whole_clusters(fake, tensors) -> None:
     outputs = [torch.empty_like(tensors[0]), torch.empty(1, 3, 9)]
     for step, fake.cluster, blocks in (("v08", 1, 3), ("v09", 2, 4)):
         fake.backend.launch(find_step(step), *tensors, *outputs, causal=False, softmax_scale=0.5)
-        assert fake.grid == (blocks, 1, 1)
+        assert fake.driver.launches[-1].grid == (blocks, 1, 1)
 
 
 def test_a_step_reads_no_rows_off_its_alignment(fake, tensors) -> None:
@@ -278,53 +395,73 @@ def test_a_step_reads_no_rows_off_its_alignment(fake, tensors) -> None:
     off = torch.zeros(1, 2, 9, 65, dtype=q.dtype)[..., :64]
     with pytest.raises(UsageError, match="v11 reads 16 bytes at a time, and the stride 585 of"):
         fake.backend.launch(V11, off, *others, causal=False, softmax_scale=0.5)
-    assert not fake.events
+    assert not fake.driver.events
+
+
+SMEM_BYTES = {"first": 0, "second": LIMIT, "third": LIMIT + 1}
 
 
 @pytest.fixture
 def load(fake, monkeypatch) -> Callable[[bytes | None], gpu._Module]:
     """Loads three kernels whose kernels_start_early is these bytes; None: they have none."""
     step = read_step(ROOT / "verify" / "instructions" / "dependent_launch.cu")
-    descriptor = CpuBackend().descriptor(step, Specialization(8, "bf16", False))
-    resources = dict.fromkeys(("first", "second", "third"), Resources(*[0] * 6))
+    spec = Specialization(8, "bf16", causal=False)
+    descriptor = CpuBackend().descriptor(step, spec)
+    for kernel in descriptor.kernels:
+        kernel.smem_bytes = SMEM_BYTES[kernel.name.decode()]
+    resources = dict.fromkeys(SMEM_BYTES, Resources(*[0] * 6))
     monkeypatch.setattr(gpu, "driver_encoder", simt_encoder)
     monkeypatch.setattr(gpu, "parse_resources", lambda log: resources)
-    monkeypatch.setattr(gpu, "_inspect", lambda cubin, kernel, params_bytes, device: (16, 2))
-    monkeypatch.setattr(gpu, "EarlyLaunch", lambda cubin, name, smem_bytes: f"early {name}")
+    symbols = {b"launch_descriptor": ctypes.create_string_buffer(bytes(descriptor))}
+
+    def get_global(module, name):
+        assert module == "module of step.cubin"
+        if name not in symbols:
+            return NOT_FOUND, 0, 0
+        return 0, ctypes.addressof(symbols[name]), len(symbols[name]) - 1
+
+    def memcpy_dtoh(to, pointer):
+        ctypes.memmove(ctypes.addressof(to), pointer, ctypes.sizeof(to))
+
+    bindings = fake.driver.bindings
+    bindings.cuModuleLoad = lambda path: (0, f"module of {path.decode()}")
+    bindings.cuModuleGetGlobal = get_global
+    bindings.cuModuleGetFunction = lambda module, name: (0, [*SMEM_BYTES].index(name.decode()))
+    bindings.cuFuncGetParamInfo = lambda function, index: (0, 16, ctypes.sizeof(PARAMS))
+    bindings.cuFuncGetAttribute = lambda width, function: (0, 2)
+    bindings.cuFuncSetAttribute = MagicMock(return_value=(0,))
+    fake.pycuda.memcpy_dtoh = memcpy_dtoh
 
     def load(start_early: bytes | None) -> gpu._Module:
-        symbols = {"launch_descriptor": bytes(descriptor)}
         if start_early is not None:
-            symbols["kernels_start_early"] = start_early
-
-        def get_global(name):
-            if name not in symbols:
-                raise DriverError("cuModuleGetGlobal failed: named symbol not found")
-            return name, len(symbols[name])
-
-        def memcpy_dtoh(to, name):
-            ctypes.memmove(ctypes.addressof(to), symbols[name], ctypes.sizeof(to))
-
-        pycuda = fake.backend._driver
-        pycuda.LogicError = DriverError
-        pycuda.module_from_file.return_value.get_global = get_global
-        pycuda.memcpy_dtoh = memcpy_dtoh
-        spec = Specialization(8, "bf16", causal=False)
+            symbols[b"kernels_start_early"] = ctypes.create_string_buffer(start_early)
         return gpu.GpuBackend._load(fake.backend, step, spec, Build(Path("step.cubin"), ""))
 
     return load
 
 
-def test_kernels_that_start_early_are_launched_by_cuda_bindings(fake, load) -> None:
-    module = fake.backend._driver.module_from_file.return_value
-    by_pycuda = module.get_function.return_value._launch_kernel, bytes(16)
+@pytest.mark.parametrize(
+    ("start_early", "attributes"),
+    [(None, ()), (bytes(4), ()), (b"\1\0\0\0", ((EARLY, 1),))],
+)
+def test_kernels_but_the_first_start_early(fake, load, start_early, attributes) -> None:
+    q = torch.zeros(1, 3, 9, 8, dtype=torch.bfloat16)
+    assert load(start_early).launcher([q] * 5, [0.5], [], STREAM)
+    launches = fake.driver.launches
+    assert [launch.attributes for launch in launches] == [(), attributes, attributes]
+    assert [launch.function or 0 for launch in launches] == [0, 1, 2]
+    assert [launch.smem_bytes for launch in launches] == [*SMEM_BYTES.values()]
+    assert {(launch.stream, launch.grid[0], launch.block) for launch in launches} == {
+        (STREAM, 10, (64, 1, 1))  # in clusters of 2 blocks
+    }
 
-    def launches(start_early: bytes | None) -> list[tuple]:
-        return [(launch.start, launch.gap) for launch in load(start_early).launches]
 
-    assert launches(b"\1\0\0\0") == [by_pycuda, ("early second", b""), ("early third", b"")]
-    for absent_or_0 in (None, bytes(4)):
-        assert launches(absent_or_0) == [by_pycuda] * 3
+def test_a_kernel_may_take_the_shared_memory_that_it_asks_for(fake, load) -> None:
+    load(None)
+    attributes = fake.driver.bindings.CUfunction_attribute
+    limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    told = [call.args for call in fake.driver.bindings.cuFuncSetAttribute.call_args_list]
+    assert told == [(0, limit, 0), (1, limit, LIMIT), (2, limit, LIMIT)]
 
 
 @pytest.mark.parametrize(
@@ -339,54 +476,3 @@ def test_kernels_that_start_early_are_launched_by_cuda_bindings(fake, load) -> N
 def test_a_wrong_kernels_start_early_is_one_clear_line(load, start_early, error) -> None:
     with pytest.raises(UsageError, match=f"^dependent_launch: {error}$"):
         load(start_early)
-
-
-@pytest.fixture
-def early(monkeypatch) -> SimpleNamespace:
-    """cuda-bindings: keeps what is launched, as (config, function, the parameter's 4 bytes)."""
-    driver._early_config.cache_clear()
-    fake = MagicMock(CUlaunchConfig=SimpleNamespace, CUstream=int, launched=[], status=0)
-    fake.CUresult.CUDA_SUCCESS = 0
-    fake.CUlaunchAttribute = lambda: SimpleNamespace(value=SimpleNamespace())
-    fake.cuDriverGetVersion.return_value = 0, driver.MIN_VERSION
-    fake.cuLibraryLoadFromFile.return_value = 0, "library"
-    fake.cuLibraryGetKernel = lambda library, name: (0, f"{name.decode()} of {library}")
-    fake.cuKernelGetFunction = lambda kernel: (0, f"function {kernel}")
-    fake.cuFuncSetAttribute.return_value = (0,)
-
-    def launch(config, function, parameters, extra):
-        fake.launched.append((config, function, ctypes.string_at(parameters, 4)))
-        assert extra == 0
-        return (fake.status,)
-
-    fake.cuLaunchKernelEx = launch
-    monkeypatch.setattr(driver, "bindings", lambda: fake)
-    yield fake
-    driver._early_config.cache_clear()
-
-
-def test_what_an_early_launch_tells_the_driver(early) -> None:
-    launch = driver.EarlyLaunch(Path("step.cubin"), "second", 64)
-    stream = SimpleNamespace(handle=11)
-    for on in (None, stream, stream):
-        launch((5, 1, 1), (96, 1, 1), b"\0\1\2\3", 32, on)
-    for _, function, parameter in early.launched:
-        assert (function, parameter) == ("function second of library", b"\0\1\2\3")
-    default, first, again = (config for config, *_ in early.launched)
-    assert first is again, "made the same once more"
-    assert [default.hStream, first.hStream] == [0, 11]
-    for config in (default, first):
-        (attribute,) = config.attrs
-        ids = early.CUlaunchAttributeID
-        assert attribute.id is ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        assert attribute.value.programmaticStreamSerializationAllowed == config.numAttrs == 1
-        assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (5, 1, 1)
-        assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (96, 1, 1)
-        assert config.sharedMemBytes == 32
-
-
-def test_an_early_launch_that_fails_is_one_clear_line(early) -> None:
-    launch = driver.EarlyLaunch(Path("step.cubin"), "second", 64)
-    early.status = SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE")
-    with pytest.raises(RuntimeError, match="second cannot be launched: CUDA_ERROR_INVALID"):
-        launch((5, 1, 1), (96, 1, 1), b"\0\1\2\3", 32, None)

@@ -13,8 +13,8 @@ from common.errors import UsageError
 from common.operation import BACKWARD, FORWARD
 from common.paths import ROOT
 from common.problem import Specialization
-from common.runtime import launch, pack
-from common.runtime.build import host_compiler
+from common.runtime import launch, launcher, pack
+from common.runtime.build import host_compiler, nvcc
 from common.runtime.cpu import CpuBackend, SimtError
 from common.step import read_step
 from verify.tests.small_kernels import run, write_step
@@ -35,6 +35,8 @@ STRUCTS = {
     "packing::Extent": launch.Extent,
     "packing::Kernel": pack._Kernel,
     "packing::Plan": pack._Plan,
+    "packing::Launch": launcher.Launch,
+    "packing::Launcher": launcher._Launcher,
 }
 PROGRAM = """
 #include <stddef.h>
@@ -45,7 +47,7 @@ using Element = uint16_t;
 #include "pack.cpp"
 int main() {{
     {statements}
-    printf("%d\\n", simt::VALID_TENSOR_MAP);
+    printf("%d %d\\n", simt::VALID_TENSOR_MAP, packing::MAX_PARAMS_BYTES);
 }}
 """
 
@@ -58,7 +60,7 @@ def field_names(struct: type[ctypes.Structure]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def told_by_cpp(tmp_path_factory) -> list[int]:
-    """Each struct's size and its fields' offsets and sizes, then the magic number."""
+    """Each struct's size and its fields' offsets and sizes, then the two constants."""
     statements = []
     for name, struct in STRUCTS.items():
         statements.append(f'printf("%zu\\n", sizeof({name}));')
@@ -88,8 +90,48 @@ def test_structs_have_the_same_layout_in_python_and_cpp(told_by_cpp) -> None:
             place = getattr(struct, field)
             assert (next(numbers), next(numbers)) == (place.offset, place.size), f"{name}.{field}"
     assert next(numbers) == VALID_TENSOR_MAP
+    max_params_bytes = next(numbers)
     for operation in (FORWARD, BACKWARD):
-        assert ctypes.sizeof(launch.params_type(operation)) % 128 == 0, "nvcc's alignas(128)"
+        params_bytes = ctypes.sizeof(launch.params_type(operation))
+        assert params_bytes % 128 == 0, "nvcc's alignas(128)"
+        assert params_bytes <= max_params_bytes
+
+
+LAUNCHES = """
+#include <cuda.h>
+#include <stddef.h>
+#include "pack.cpp"
+#define SAME_FIELD(Type, field, Mine, own) \\
+    static_assert(offsetof(Type, field) == offsetof(packing::Mine, own), #field)
+#define SAME_CONFIG(field, own) SAME_FIELD(CUlaunchConfig, field, LaunchConfig, own)
+static_assert(sizeof(CUlaunchConfig) == sizeof(packing::LaunchConfig));
+SAME_CONFIG(gridDimX, grid[0]);
+SAME_CONFIG(gridDimY, grid[1]);
+SAME_CONFIG(gridDimZ, grid[2]);
+SAME_CONFIG(blockDimX, block[0]);
+SAME_CONFIG(blockDimY, block[1]);
+SAME_CONFIG(blockDimZ, block[2]);
+SAME_CONFIG(sharedMemBytes, smem_bytes);
+SAME_CONFIG(hStream, stream);
+SAME_CONFIG(attrs, attributes);
+SAME_CONFIG(numAttrs, num_attributes);
+static_assert(sizeof(CUlaunchAttribute) == sizeof(packing::LaunchAttribute));
+SAME_FIELD(CUlaunchAttribute, id, LaunchAttribute, id);
+SAME_FIELD(CUlaunchAttribute, value.programmaticStreamSerializationAllowed, LaunchAttribute, value);
+static_assert(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION ==
+              packing::PROGRAMMATIC_STREAM_SERIALIZATION);
+"""
+
+
+def test_the_drivers_structs_are_as_in_its_header(tmp_path) -> None:
+    try:
+        compiler = nvcc()
+    except UsageError:
+        pytest.skip("no nvcc, so no cuda.h")
+    (tmp_path / "launches.cpp").write_text(LAUNCHES)
+    command = [compiler, "-std=c++20", f"-I{ROOT / 'common' / 'runtime'}", "-c", "launches.cpp"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def descriptor(blocks_per_sm: int) -> launch.LaunchDescriptor:
@@ -133,7 +175,7 @@ def count_blocks(descriptor: launch.LaunchDescriptor, multiprocessors: int, clus
         torch.zeros(batch, *sizes, 8, dtype=torch.bfloat16)
         for sizes in ((heads, seq_q), (kv_heads, seq_k))
     )
-    _, blocks = packer((q, k, k, q, torch.zeros(batch, heads, seq_q)), [1.0], [])
+    _, blocks = packer((q, k, k, q, torch.zeros(batch, heads, seq_q)), [1.0])
     return blocks
 
 

@@ -532,7 +532,7 @@ for mine in outputs:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_threads_drop_calls_of_one_another(device: str) -> None:
-    """In a separate process that ends: PyCUDA reports on stderr what it cannot unload."""
+    """In a separate process that ends: what goes wrong then is reported on stderr only."""
     command = [sys.executable, "-c", THREADS, device]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -46,7 +46,7 @@ def encode(
     packer = Packer(find_step("v08"), descriptor, Plan((), ()), [], spec, encoder(spec))
     batch, heads, _, head_dim = t.shape
     q = torch.empty(batch, heads, 1, head_dim, dtype=t.dtype, device=t.device)
-    packed, _ = packer((q, t, t, q, q[..., 0]), [1.0], [])
+    packed, _ = packer((q, t, t, q, q[..., 0]), [1.0])
     return bytes(params_type(FORWARD).from_buffer_copy(packed).k_map)
 
 
