@@ -108,9 +108,21 @@ def _compiled(value: object) -> bool:
 
 def _latency_cell(value: object) -> bool:
     """The same calls were timed on the device and on the host."""
-    if find_error(value, _LATENCY_CELL):
+    if find_error(value, _LATENCY_CELL) or not _on_host(value):
         return False
     return value["device_us"].keys() == value["host_us"].keys()
+
+
+def _on_host(value: object) -> bool:
+    """Calls in as many turns as there are between runs of the loop."""
+    if find_error(value, _ON_HOST):
+        return False
+    return {1 + len(turns) for turns in value["host_us"].values()} == {len(value["loop_rates"])}
+
+
+def _decoding(value: object) -> bool:
+    """With each kind of cache."""
+    return _on_host(value) and value["host_us"].keys() == set(CACHES)
 
 
 def _of_each_training(value: object) -> bool:
@@ -294,15 +306,16 @@ DISTRIBUTIONS_RECORD = {
     ),
 }
 _SAMPLES = _some({EACH: _some([_positive])})
-_BURSTS = _some({EACH: _some([_some([_positive])])})
-_LATENCY_CELL = {**_CELL, "device_us": _SAMPLES, "host_us": _BURSTS, "missing": {EACH: str}}
+_ON_HOST = {"host_us": _some({EACH: _some([_some([_positive])])}), "loop_rates": [_positive]}
+_LATENCY_CELL = {**_CELL, "device_us": _SAMPLES, "missing": {EACH: str}}
 LATENCY_RECORD = {
     "device": str,
     "dtype": str,
     "sources": lambda value: find_error(value, {EACH: _CODE}) is None and len(value) == 1,
     "host": {EACH: str},
     "cells": _some([_latency_cell]),
-    "decoding": {"keys": [_count], "host_us": dict.fromkeys(CACHES, _BURSTS)},
+    "decoding": {"keys": [_count], "calls": _some({EACH: _decoding})},
+    "fastest_loop_rate": _positive,
 }
 
 

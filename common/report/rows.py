@@ -6,12 +6,13 @@ A key that a row lacks does not apply to it. "status" says why a row has no numb
 from __future__ import annotations
 
 import statistics
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 from ..metrics import num_conflicts, smem_bytes, spill_bytes
 from ..operation import operation_of
-from ..record_schema import FA3, NAIVE, NUMBER, SHARES
+from ..quiet import quiet_turns
+from ..record_schema import CACHES, FA3, NAIVE, NUMBER, SHARES
 from .derived import (
     derived,
     peer_ratios,
@@ -188,40 +189,62 @@ def _number(value: object) -> float | None:
 def latency(record_set: RecordSet) -> list[Row]:
     """A row a shape: microseconds that a call of each candidate takes of the device and the host.
 
-    None where a candidate is missing; of the host, the pair that _host() gives.
+    None where a candidate is missing; of the host, what _on_host() gives.
     """
     if record_set.latency is None or record_set.latency.stale:
         return []
-    cells = record_set.latency.record["cells"]
+    record = record_set.latency.record
+    cells = record["cells"]
     keys = ("device_us", "missing")
     names = list(dict.fromkeys(name for key in keys for cell in cells for name in cell[key]))
-    return [
-        {
-            "seq": cell["seq"],
-            "causal": cell["causal"],
-            **{
-                key: {name: of(cell[key][name]) if name in cell[key] else None for name in names}
-                for key, of in (("device_us", statistics.median), ("host_us", _host))
-            },
-        }
-        for cell in cells
-    ]
+    absent = dict.fromkeys(names)
+    rows = []
+    for cell in cells:
+        device_us = {name: statistics.median(us) for name, us in cell["device_us"].items()}
+        rows.append(
+            {
+                "seq": cell["seq"],
+                "causal": cell["causal"],
+                "device_us": absent | device_us,
+                "host_us": absent | _on_host(cell, record),
+                "quiet_turns": sum(_quiet_turns(cell, record)),
+            }
+        )
+    return rows
 
 
 def decoding(record_set: RecordSet) -> list[Row]:
-    """A row for each kind of cache: _host() of its calls, by who was called."""
+    """A row for each kind of cache: what _on_host() gives for its calls, by who was called."""
     if record_set.latency is None or record_set.latency.stale:
         return []
-    host_us = record_set.latency.record["decoding"]["host_us"]
+    record = record_set.latency.record
+    calls = record["decoding"]["calls"]
+    on_host = {who: _on_host(timed, record) for who, timed in calls.items()}
+    turns = min(sum(_quiet_turns(timed, record)) for timed in calls.values())
     return [
-        {"cache": cache, **{name: _host(bursts) for name, bursts in by_name.items()}}
-        for cache, by_name in host_us.items()
+        {
+            "cache": cache,
+            "host_us": {who: by_cache[cache] for who, by_cache in on_host.items()},
+            "quiet_turns": turns,
+        }
+        for cache in CACHES
     ]
 
 
-def _host(bursts: list[list[float]]) -> tuple[float, float]:
-    """The median of all calls, and that of the fastest burst: what a quiet host takes."""
-    return statistics.median(chain(*bursts)), min(map(statistics.median, bursts))
+def _on_host(timed: dict, record: dict) -> dict[str, tuple[float | None, float]]:
+    """By call, the medians of the turns in which the host was quiet, and of all turns."""
+    quiet = _quiet_turns(timed, record)
+    return {
+        name: (
+            statistics.median(chain(*compress(turns, quiet))) if any(quiet) else None,
+            statistics.median(chain(*turns)),
+        )
+        for name, turns in timed["host_us"].items()
+    }
+
+
+def _quiet_turns(timed: dict, record: dict) -> list[bool]:
+    return quiet_turns(timed["loop_rates"], record["fastest_loop_rate"])
 
 
 def pictures(record_set: RecordSet) -> list[Row]:

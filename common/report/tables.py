@@ -9,6 +9,7 @@ from typing import Any
 from ..metrics import OPCODES
 from ..operation import FORWARD, Operation
 from ..problem import TRAINED
+from ..quiet import QUIET
 from ..record_schema import FA3_DETERMINISTIC, OURS, SDPA, SHARES, WORKLOADS
 from ..text import kib, label, listed, markdown, megabytes
 from . import rows
@@ -323,7 +324,7 @@ def latency(record_set: RecordSet) -> str:
 
     def both(name: str) -> Cell:
         device = _of("device_us", name, "{:.1f}".format)
-        host = _of("host_us", name, _median_and_fastest)
+        host = _of("host_us", name, _quiet_and_all)
         return lambda row: f"{device(row)} / {host(row)}" if device(row) else "missing"
 
     columns = {
@@ -339,7 +340,7 @@ def latency(record_set: RecordSet) -> str:
         f"The device: events around the call, of {step} around its launch, "
         f"median of {_samples(first['device_us'])} interleaved rounds, L2 flushed before each. "
         "The host: until the call returns, while the device still computes, "
-        f"{_host_samples(first['host_us'])}; for {step} of attention(), for the sdpa with the "
+        f"{_host_samples(found)}; for {step} of attention(), for the sdpa with the "
         f"choice of their backend. {_device_states(states)}"
     )
 
@@ -390,28 +391,28 @@ def decoding(record_set: RecordSet) -> str:
     (step,) = record["sources"]
     columns = {
         "Each call has": lambda row: _CACHES[row["cache"]],
-        f">attention(), {step}": _value(step, _median_and_fastest),
-        f">{SDPA}": _value(SDPA, _median_and_fastest),
+        f">attention(), {step}": _of("host_us", step, _quiet_and_all),
+        f">{SDPA}": _of("host_us", SDPA, _quiet_and_all),
     }
-    samples = _host_samples(record["decoding"]["host_us"]["fixed"])
     return _table(columns, found) + (
         f"\n\nMicroseconds of the host on the machine with the {record['device']}, until the call "
-        f"returns, {samples}. One query of each of 16 heads, head_dim 128, "
+        f"returns, {_host_samples(found)}. One query of each of 16 heads, head_dim 128, "
         f"{record['dtype']}, on {first} to {last} keys. {SDPA}: torch's "
         "scaled_dot_product_attention with the backend of its choice."
     )
 
 
-def _median_and_fastest(host_us: tuple[float, float]) -> str:
-    median, fastest = host_us
-    return f"{median:.1f} ({fastest:.1f})"
+def _quiet_and_all(host_us: tuple[float | None, float]) -> str:
+    quiet, all_turns = host_us
+    return f"{'never quiet' if quiet is None else format(quiet, '.1f')} ({all_turns:.1f})"
 
 
-def _host_samples(by_name: dict[str, list[list[float]]]) -> str:
-    bursts = next(iter(by_name.values()))
+def _host_samples(found: list[Row]) -> str:
+    turns = min(row["quiet_turns"] for row in found)
     return (
-        f"median of {sum(map(len, bursts))} calls (in brackets: of the fastest of {len(bursts)} "
-        "bursts, because the host is shared, and slower at times)"
+        f"median of the calls in {turns} turns or more in which the host was quiet (in brackets: "
+        "in all turns), because neighbours share it: before and after a quiet turn a loop in "
+        f"Python ran at {QUIET:.0%} of its highest speed at least"
     )
 
 

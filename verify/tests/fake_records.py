@@ -149,7 +149,10 @@ def fake_distributions(*steps: Step, trained: bool = False) -> dict:
 
 
 def fake_latency(step: Step) -> dict:
-    """Two cells where the step takes 5 us of the device, 20 of the host; a peer ten times that."""
+    """Two cells where the step takes 5 us of the device, 20 of the host; a peer ten times that.
+
+    The host is quiet in one turn of two, and while sdpa decodes never.
+    """
     shape = {"batch": 1, "heads": 16, "kv_heads": 16, "seq": 128, "head_dim": 128}
     state = fake_record(step)["environment"]["before"]
     return {
@@ -170,17 +173,25 @@ def fake_latency(step: Step) -> dict:
                     step.name: [[19.0, 20.0], [21.0, 22.0]],
                     "sdpa_flash": [[190.0, 210.0], [191.0, 215.0]],
                 },
+                "loop_rates": [8.0, 9.0, 7.9],
                 "missing": {"flash_attention_3": "not installed"},
             }
             for name, causal in (("n128", False), ("n128_causal", True))
         ],
         "decoding": {
             "keys": [512, 731],
-            "host_us": {
-                cache: {step.name: [[29.0, 31.0], [33.0, 35.0]], SDPA: [[39.0, 41.0]]}
-                for cache in CACHES
+            "calls": {
+                step.name: {
+                    "host_us": {cache: [[33.0, 35.0], [29.0, 31.0]] for cache in CACHES},
+                    "loop_rates": [7.9, 8.0, 10.0],
+                },
+                SDPA: {
+                    "host_us": {cache: [[39.0, 41.0]] for cache in CACHES},
+                    "loop_rates": [7.9, 10.0],
+                },
             },
         },
+        "fastest_loop_rate": 10.0,
     }
 
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from common import UsageError
-from common.bench import latency, trial
+from common.bench import host, latency, trial
+from common.bench.host import Host
 from common.bench.peers import Peer
 from common.catalog import all_steps
 from common.operation import FORWARD
 from common.operator import highest_step
+from common.quiet import quiet_turns
 from common.record_schema import LATENCY_RECORD, find_error
 from common.records import read_record, write_record
 from common.report import tables
@@ -43,8 +45,31 @@ def record_set(tmp_path):
     return load
 
 
+class FakeHost(Host):
+    """Its loop has these rates in turn, and always the last one from there on."""
+
+    def __init__(self, *rates: float) -> None:
+        super().__init__()
+        self.rates = list(rates)
+
+    def run_loop(self) -> float:
+        rate = self.rates.pop(0) if len(self.rates) > 1 else self.rates[0]
+        self.fastest_loop_rate = max(self.fastest_loop_rate, rate)
+        return rate
+
+
 @pytest.fixture
-def without_a_gpu(monkeypatch):
+def short_turns(monkeypatch) -> None:
+    """Two calls a turn, until two turns were quiet; five at most."""
+    monkeypatch.setattr(host, "CALLS", 2)
+    monkeypatch.setattr(latency, "CALLS", 2)
+    monkeypatch.setattr(host, "QUIET_TURNS", 2)
+    monkeypatch.setattr(host, "MAX_TURNS", 5)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch, short_turns):
     """One of two peers is there, with a given error; calls are made but not timed."""
 
     def load(error, operation, inputs, *, causal, without):
@@ -59,21 +84,17 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
     monkeypatch.setattr(latency, "device_state", lambda: "not collected")
     monkeypatch.setattr(latency, "time_interleaved", time_interleaved)
-    monkeypatch.setattr(latency, "BURSTS", 1)
-    monkeypatch.setattr(latency, "CALLS", 2)
-    monkeypatch.setattr(latency, "PAUSE_S", 0.001)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return lambda error: monkeypatch.setattr(latency, "load", partial(load, error))
 
 
 def test_measured_cell(without_a_gpu):
     without_a_gpu(error=0.0)
-    cell = latency.measure_cell(CpuBackend(), NEWEST, TINY)
+    cell = latency.measure_cell(CpuBackend(), NEWEST, TINY, FakeHost(9.0))
     record = fake_latency(NEWEST) | {"cells": [cell]}
     assert find_error(record, LATENCY_RECORD) is None
     assert cell["device_us"] == {name: [2.0] * 100 for name in (NEWEST.name, "sdpa_flash")}
     assert cell["host_us"].keys() == {NEWEST.name, "sdpa_flash"}
-    assert all([len(b) for b in bursts] == [2] for bursts in cell["host_us"].values())
+    assert all([len(b) for b in bursts] == [2, 2] for bursts in cell["host_us"].values())
     assert cell["missing"] == {"flash_attention_3": "not installed"}
 
 
@@ -81,41 +102,67 @@ def test_measured_cell(without_a_gpu):
 def test_a_wrong_call_is_not_timed(without_a_gpu, error):
     without_a_gpu(error)
     with pytest.raises(UsageError, match=r"sdpa_flash is wrong on tiny: an error of .* in o"):
-        latency.measure_cell(CpuBackend(), NEWEST, TINY)
+        latency.measure_cell(CpuBackend(), NEWEST, TINY, FakeHost(9.0))
 
 
-def test_the_warm_up_does_not_count(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(latency, "PAUSE_S", 0.001)
+@pytest.mark.parametrize(
+    ("rates", "turns"),
+    [
+        ([9.0], 2),
+        ([9.0, 7.1, 7.1, 9.0], 5),  # before the second, fourth and fifth turn, after the third
+        ([9.0, 7.2], 2),
+        ([7.1, 9.0], 3),
+        ([7.1, 7.1, 9.0], 4),  # the first one was quiet until the loop was seen to run faster
+        ([9.0, 7.1], 5),  # never
+    ],
+)
+def test_calls_are_timed_until_the_host_was_quiet(short_turns, rates, turns):
     calls = []
     names = ("first", "second")
-    start = perf_counter()
-    times = latency.time_host({name: (calls.append, repeat((name,))) for name in names})
-    assert perf_counter() - start > (1 + latency.BURSTS) * latency.PAUSE_S
+    timed = FakeHost(*rates).time({name: (calls.append, repeat((name,))) for name in names})
+    assert len(timed["loop_rates"]) == 1 + turns
     for name in names:
-        assert [len(burst) for burst in times[name]] == [latency.CALLS] * latency.BURSTS
-        assert calls.count(name) == (1 + latency.BURSTS) * latency.CALLS
-        assert min(map(min, times[name])) > 0
-    bursts = [name for name, _ in groupby(calls)]
-    assert bursts == list(names) * (1 + latency.BURSTS), "they take turns"
+        assert [len(burst) for burst in timed["host_us"][name]] == [2] * turns
+        assert min(map(min, timed["host_us"][name])) > 0
+        assert calls.count(name) == 2 * (1 + turns), "and a warm-up that does not count"
+    assert [name for name, _ in groupby(calls)] == list(names) * (1 + turns), "they take turns"
 
 
-def test_what_decodes_gets_a_key_more_at_each_call(monkeypatch):
+def test_what_is_quiet_is_known_from_the_beginning(short_turns, monkeypatch):
+    monkeypatch.setattr(host, "FIND_FASTEST_S", 1e-6)
+    fake = FakeHost(9.0, 7.0)
+    fake.find_fastest()
+    assert len(fake.time({"call": (print, repeat(()))})["loop_rates"]) == 1 + 5
+
+
+def test_the_loop_runs_as_long_as_a_pause(monkeypatch):
+    monkeypatch.setattr(host, "PAUSE_S", 0.01)
+    real = Host()
+    start = perf_counter()
+    rate = real.run_loop()
+    assert perf_counter() - start >= 0.01
+    assert real.fastest_loop_rate == rate > 0
+
+
+def test_quiet_turns():
+    assert quiet_turns([8.0, 10.0, 9.0, 7.9, 10.0], 10.0) == [True, True, False, False]
+    assert quiet_turns([8.0], 10.0) == []
+
+
+def test_what_decodes_gets_a_key_more_at_each_call(monkeypatch, short_turns):
     asked = {}
 
-    def time_host(calls):
-        for call, arguments in calls.values():
-            asked.setdefault(call, []).append(list(islice(arguments, 4)))
-        return {name: [[1.0]] for name in calls}
+    class Asking(Host):
+        def time(self, calls):
+            for call, arguments in calls.values():
+                asked.setdefault(call, []).append(list(islice(arguments, 4)))
+            return {"host_us": {name: [[1.0]] for name in calls}, "loop_rates": [9.0, 9.0]}
 
-    monkeypatch.setattr(latency, "time_host", time_host)
     monkeypatch.setattr(latency, "FIRST_KEYS", 3)
     monkeypatch.setattr(latency, "LAYERS", 2)
     monkeypatch.setattr(latency, "DECODED", SHORT)
-    monkeypatch.setattr(latency, "BURSTS", 1)
-    monkeypatch.setattr(latency, "CALLS", 2)
     monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
-    decoding = latency.measure_decoding(NEWEST, *SHORT.make("cpu"))
+    decoding = latency.measure_decoding(NEWEST, *SHORT.make("cpu"), Asking())
     record = fake_latency(NEWEST) | {"decoding": decoding}
     assert find_error(record, LATENCY_RECORD) is None
     assert decoding["keys"] == [3, 6]
@@ -135,7 +182,7 @@ def test_a_wrong_decoding_is_not_timed(monkeypatch):
     monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
     monkeypatch.setattr(latency, "attention", lambda q, k, v: q + 1)
     with pytest.raises(UsageError, match=rf"{NEWEST.name} is wrong on short"):
-        latency.measure_decoding(NEWEST, *SHORT.make("cpu"))
+        latency.measure_decoding(NEWEST, *SHORT.make("cpu"), FakeHost(9.0))
 
 
 def test_table_of_decoding(record_set):
@@ -143,9 +190,9 @@ def test_table_of_decoding(record_set):
     assert text.splitlines()[:3] == [
         f"| Each call has | attention(), {NEWEST.name} | sdpa |",
         "| --- | ---: | ---: |",
-        "| a key more, of a buffer for all | 32.0 (30.0) | 40.0 (40.0) |",
+        "| a key more, of a buffer for all | 30.0 (32.0) | never quiet (40.0) |",
     ]
-    assert "median of 4 calls (in brackets: of the fastest of 2 bursts" in text
+    assert "median of the calls in 0 turns or more in which the host was quiet" in text
     assert "on 512 to 731 keys" in text
 
 
@@ -154,13 +201,14 @@ def test_table(record_set):
     assert text.splitlines()[:4] == [
         f"| N | Mask | {NEWEST.name} | sdpa_flash | flash_attention_3 |",
         "| ---: | --- | ---: | ---: | ---: |",
-        "| 128 | none | 5.0 / 20.5 (19.5) | 50.0 / 200.5 (200.0) | missing |",
-        "| 128 | causal | 5.0 / 20.5 (19.5) | 50.0 / 200.5 (200.0) | missing |",
+        "| 128 | none | 5.0 / 19.5 (20.5) | 50.0 / 200.0 (200.5) | missing |",
+        "| 128 | causal | 5.0 / 19.5 (20.5) | 50.0 / 200.0 (200.5) | missing |",
     ]
     caption = text.splitlines()[-1]
     assert "Microseconds on the NVIDIA H200: of the device / of the host." in caption
     assert "median of 3 interleaved rounds" in caption
-    assert "median of 4 calls (in brackets: of the fastest of 2 bursts" in caption
+    assert "median of the calls in 1 turns or more in which the host was quiet" in caption
+    assert "ran at 80% of its highest speed at least" in caption
     assert "throttle reasons after: none" in caption
 
 
@@ -187,7 +235,8 @@ def test_without_a_record(tmp_path):
         ({"sources": {}}, "sources cannot be {}"),
         ({"sources": {name: {"code_sha256": "0"} for name in "ab"}}, "sources cannot be {'a': "),
         ({"host_us": {}}, "cells cannot be"),
-        ({"host_us": {NEWEST.name: [[1.0]]}}, "cells cannot be"),  # the peer's are gone
+        ({"host_us": {NEWEST.name: [[1.0]] * 2}}, "cells cannot be"),  # the peer's are gone
+        ({"loop_rates": [9.0, 9.0]}, "cells cannot be"),  # of one turn
         ({"device_us": {NEWEST.name: [], "sdpa_flash": [1.0]}}, "cells cannot be"),
     ],
 )
@@ -206,6 +255,7 @@ def test_record(monkeypatch, tmp_path):
     monkeypatch.setattr(latency, "measure_cell", lambda *_: fake["cells"][0])
     monkeypatch.setattr(latency, "measure_decoding", lambda *_: fake["decoding"])
     monkeypatch.setattr(latency, "PROFILES_DIR", tmp_path)
+    monkeypatch.setattr(host, "FIND_FASTEST_S", 0.01)
     path = latency.measure_latency()
     assert path == tmp_path / "h200" / "latency.json"
     record = read_record(path, LATENCY_RECORD)
@@ -217,7 +267,7 @@ def test_record(monkeypatch, tmp_path):
 def test_tiny_cell_on_a_gpu():
     backend = GpuBackend()
     step = highest_step(backend, FORWARD, TINY.make(backend.device), TINY.causal)
-    cell = latency.measure_cell(backend, step, TINY)
+    cell = latency.measure_cell(backend, step, TINY, Host())
     assert find_error(fake_latency(step) | {"cells": [cell]}, LATENCY_RECORD) is None
     assert step.name in cell["device_us"]
     assert "sdpa_flash" in cell["host_us"]

@@ -100,7 +100,7 @@ def test_another_operation_is_packed() -> None:
     spec = specialization(tensors, causal=True)
     assert str(spec) == "d8_fp32_causal"
     packer = make_packer(GRADIENT_OF_Q, spec, simt_encoder(spec), do=Box(2, 4, 0))
-    packed, blocks = packer(tensors, (0.5, 0.25), [7])
+    packed, blocks = packer(tensors, (0.5, 0.25))
     assert blocks == []
     params = params_type(GRADIENT_OF_Q).from_buffer_copy(packed)
     assert len(packed) == ctypes.sizeof(params)
@@ -112,7 +112,7 @@ def test_another_operation_is_packed() -> None:
     assert bytes(params.k_map) == bytes(128)
     addresses = params.q, params.k, params.do, params.delta, params.dq
     assert addresses == tuple(t.data_ptr() for t in tensors)
-    assert list(params.workspace) == [7, 0]
+    assert list(params.workspace) == [0, 0]
     assert (params.do_stride.head, params.do_stride.row) == (48, 16)
     assert (params.heads, params.kv_heads, params.seq_q, params.seq_k) == (4, 2, 3, 5)
     assert (params.softmax_scale, params.dropout) == (0.5, 0.25)
@@ -153,8 +153,8 @@ def test_what_does_not_fit_is_not_packed(change) -> None:
     good[1], good[3] = torch.zeros(1, 2, 5, 8), torch.zeros(1, 4, 3)
     spec = specialization(good, causal=True)
     packer = make_packer(GRADIENT_OF_Q, spec, simt_encoder(spec))
-    assert packer(good, (0.5, 0.25), []) is not None
-    assert packer(change(*good), (0.5, 0.25), []) is None
+    assert packer(good, (0.5, 0.25)) is not None
+    assert packer(change(*good), (0.5, 0.25)) is None
 
 
 def test_threads_pack_at_the_same_time() -> None:
@@ -178,7 +178,7 @@ def test_threads_pack_at_the_same_time() -> None:
     packer = make_packer(FORWARD, spec, encoder, **boxes)
 
     def pack(tensors) -> bytes:
-        return packer(tensors, [0.5], [])[0]
+        return packer(tensors, [0.5])[0]
 
     calls = [
         [*torch.zeros(4, 1, 1, n, 8, dtype=torch.bfloat16), torch.zeros(1, 1, n)] for n in (3, 4)
