@@ -9,5 +9,5 @@ QUIET = 0.8  # of the fastest rate: neighbours take a third and more
 
 
 def quiet_turns(loop_rates: Sequence[float], fastest: float) -> list[bool]:
-    """Of each turn between two runs of a loop, whether no neighbour had slowed down either."""
+    """Of each turn between two runs of a loop, whether that was nearly at full speed in both."""
     return [min(before, after) >= QUIET * fastest for before, after in pairwise(loop_rates)]

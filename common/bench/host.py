@@ -14,12 +14,12 @@ CALLS = 20
 # Neighbours slow a shared host down for seconds at a time. So calls are timed until there have been
 # this many turns in which it was quiet, or so many in all.
 QUIET_TURNS, MAX_TURNS = 10, 60
-PAUSE_S = 0.3  # between turns
+LOOP_S = 0.3  # that the loop takes between turns. To sleep would lower the processor's clock
 FIND_FASTEST_S = 10  # at the beginning: longer than most of the neighbours' work
 
 
 class Host:
-    """The processor, which neighbours may slow down: so does a loop in Python, then."""
+    """The processor, which neighbours may slow down; a loop in Python then slows down as well."""
 
     def __init__(self) -> None:
         self.fastest_loop_rate = 0.0
@@ -30,11 +30,11 @@ class Host:
             self.run_loop()
 
     def run_loop(self) -> float:
-        """For PAUSE_S; returns its rounds a microsecond."""
-        rounds, end = 0, perf_counter() + PAUSE_S
+        """Returns its rounds a microsecond."""
+        rounds, end = 0, perf_counter() + LOOP_S
         while perf_counter() < end:
             rounds += 1
-        rate = round(rounds / PAUSE_S / 1e6, 3)
+        rate = round(rounds / LOOP_S / 1e6, 3)
         self.fastest_loop_rate = max(self.fastest_loop_rate, rate)
         return rate
 
@@ -42,35 +42,35 @@ class Host:
         self,
         calls: Mapping[str, tuple[Callable[..., object], Iterable[tuple[torch.Tensor, ...]]]],
     ) -> dict[str, dict | list]:
-        """host_us and loop_rates: CALLS of each of these in a turn, until they returned.
+        """host_us and loop_rates: what CALLS of each took in every turn, until they returned.
 
-        A call has its arguments in turn. The host synchronizes with the device before each burst of
-        the same call, and the first turn, a warm-up, does not count.
+        A call takes its arguments one after the other. The host synchronizes with the device before
+        the calls of each name, and the first turn, a warm-up, does not count.
         """
-        turns = {name: (call, iter(arguments)) for name, (call, arguments) in calls.items()}
-        _take_turn(turns)
-        loop_rates, bursts = [self.run_loop()], {name: [] for name in calls}
+        calls = {name: (call, iter(arguments)) for name, (call, arguments) in calls.items()}
+        _take_turn(calls)
+        loop_rates, turns = [self.run_loop()], {name: [] for name in calls}
         for _ in range(MAX_TURNS):
-            for name, times in _take_turn(turns).items():
-                bursts[name].append(times)
+            for name, times in _take_turn(calls).items():
+                turns[name].append(times)
             loop_rates.append(self.run_loop())
             if sum(quiet_turns(loop_rates, self.fastest_loop_rate)) >= QUIET_TURNS:
                 break
-        return {"host_us": bursts, "loop_rates": loop_rates}
+        return {"host_us": turns, "loop_rates": loop_rates}
 
 
 def _take_turn(
-    turns: Mapping[str, tuple[Callable[..., object], Iterator[tuple[torch.Tensor, ...]]]],
+    calls: Mapping[str, tuple[Callable[..., object], Iterator[tuple[torch.Tensor, ...]]]],
 ) -> dict[str, list[float]]:
-    """Microseconds of CALLS calls each."""
-    bursts = {}
-    for name, (call, arguments) in turns.items():
+    """Microseconds of each of CALLS calls, by name."""
+    turn = {}
+    for name, (call, arguments) in calls.items():
         torch.cuda.synchronize()
-        times = bursts[name] = []
+        times = turn[name] = []
         for _ in range(CALLS):
             given = next(arguments)
             start = perf_counter_ns()
             call(*given)
             times.append((perf_counter_ns() - start) / 1000)
     torch.cuda.synchronize()
-    return bursts
+    return turn

@@ -9,12 +9,12 @@ device_us  of a cell: what the device took for each round's launch of the step a
            peer's call
 host_us    what the host took for each call of attention(), under the step's name, and of each peer,
            by turns
-loop_rates of a loop in Python: rounds a microsecond before, between and after those turns; and
-fastest_loop_rate, the fastest of all
+loop_rates rounds a microsecond of a loop in Python, before, between and after those turns
+fastest_loop_rate   the highest of all
 missing    why a peer is missing
 routes     which code a peer runs
-decoding   one query on a cache that has a key more at each call: the numbers of keys and, for
-           attention() and for torch's scaled_dot_product_attention, loop_rates, and host_us for
+decoding   one query on a cache that has a key more at each call: for attention() and for torch's
+           scaled_dot_product_attention the fewest and the most keys, loop_rates, and host_us for
            each of CACHES
 """
 
@@ -144,9 +144,10 @@ def measure_decoding(
     }
     # Not by turns with each other: a call by sdpa of a new length can take tens of milliseconds,
     # and leaves nothing in the processor's caches.
-    found = {
-        who: host.time({name: (call, cache()) for name, cache in caches.items()})
-        for who, call in calls.items()
-    }
-    turns = max(len(each["host_us"][FIXED]) for each in found.values())
-    return {"keys": [lengths[0], lengths[0] + (1 + turns) * CALLS - 1], "calls": found}
+    decoding = {}
+    for who, call in calls.items():
+        timed = host.time({name: (call, cache()) for name, cache in caches.items()})
+        turns = len(timed["host_us"][SLICED])
+        counted = lengths[CALLS : (1 + turns) * CALLS]  # without the warm-up
+        decoding[who] = {"keys": [counted[0], counted[-1]], **timed}
+    return decoding

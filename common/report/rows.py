@@ -218,7 +218,7 @@ def decoding(record_set: RecordSet) -> list[Row]:
     if record_set.latency is None or record_set.latency.stale:
         return []
     record = record_set.latency.record
-    calls = record["decoding"]["calls"]
+    calls = record["decoding"]
     on_host = {who: _on_host(timed, record) for who, timed in calls.items()}
     turns = min(sum(_quiet_turns(timed, record)) for timed in calls.values())
     return [

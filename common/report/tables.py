@@ -387,8 +387,8 @@ def decoding(record_set: RecordSet) -> str:
         return STALE if record_set.latency else NOT_MEASURED
     assert record_set.latency is not None
     record = record_set.latency.record
-    first, last = record["decoding"]["keys"]
     (step,) = record["sources"]
+    (first, last), (_, sdpas_last) = (record["decoding"][who]["keys"] for who in (step, SDPA))
     columns = {
         "Each call has": lambda row: _CACHES[row["cache"]],
         f">attention(), {step}": _of("host_us", step, _quiet_and_all),
@@ -397,7 +397,7 @@ def decoding(record_set: RecordSet) -> str:
     return _table(columns, found) + (
         f"\n\nMicroseconds of the host on the machine with the {record['device']}, until the call "
         f"returns, {_host_samples(found)}. One query of each of 16 heads, head_dim 128, "
-        f"{record['dtype']}, on {first} to {last} keys. {SDPA}: torch's "
+        f"{record['dtype']}, on {first} to {last} keys, by {SDPA} to {sdpas_last}. {SDPA}: torch's "
         "scaled_dot_product_attention with the backend of its choice."
     )
 
@@ -410,9 +410,9 @@ def _quiet_and_all(host_us: tuple[float | None, float]) -> str:
 def _host_samples(found: list[Row]) -> str:
     turns = min(row["quiet_turns"] for row in found)
     return (
-        f"median of the calls in {turns} turns or more in which the host was quiet (in brackets: "
-        "in all turns), because neighbours share it: before and after a quiet turn a loop in "
-        f"Python ran at {QUIET:.0%} of its highest speed at least"
+        f"median over the turns of calls in which the host was quiet (at least {turns} in each "
+        "row; in brackets: over all turns), because neighbours share it: before and after a quiet "
+        f"turn a loop in Python ran at {QUIET:.0%} of its highest speed or more"
     )
 
 

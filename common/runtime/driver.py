@@ -37,6 +37,14 @@ def call(name: str, *arguments):
     return result[0] if len(result) == 1 else tuple(result)
 
 
+def status_name(status: int) -> str:
+    """That of a CUresult; of one that the bindings do not know, its number."""
+    try:
+        return bindings().CUresult(status).name
+    except ValueError:
+        return str(status)
+
+
 @cache
 def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")

@@ -1,6 +1,7 @@
-"""The GPU backend: cubins from nvcc, on torch's stream.
+"""The GPU backend: cubins from nvcc, launched on torch's stream.
 
-PyCUDA tells torch's context, the driver itself launches.
+PyCUDA retains torch's context and reads the device's memory; cuda-bindings load, and pack.cpp has
+the driver launch. PyCUDA launches on its own streams only, and keeps its kernels' handles.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .launch import (
     read_plan,
     sizes_of,
 )
-from .launcher import Launch, Launcher
+from .launcher import Launcher, LoadedKernel
 from .pack import Packer
 from .tensor_map import driver_encoder
 
@@ -185,16 +186,16 @@ class GpuBackend:
             starts_early = self._kernels_start_early(step, module)
             resources = parse_resources(build.log)
             plan = read_plan(descriptor, self.multiprocessors)
-            launches, clusters = [], []
+            kernels, clusters = [], []
             for index, kernel in enumerate(plan.kernels):
                 name = kernel.name
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
                 function, cluster = self._function(step, module, kernel)
                 early = starts_early and index > 0
-                launches.append(Launch(function, kernel.threads, kernel.smem_bytes, early))
+                kernels.append(LoadedKernel(function, kernel.threads, kernel.smem_bytes, early))
                 clusters.append(cluster)
             packer = Packer(step, descriptor, plan, clusters, spec, driver_encoder(spec))
-            launcher = Launcher(step.name, packer, self._context.handle, launches)
+            launcher = Launcher(step.name, packer, self._context.handle, kernels)
             return _Module(step, descriptor, plan, launcher, resources)
 
     def _read(self, module, name: str, variable: ctypes.Structure | ctypes.c_int32) -> int:
@@ -202,6 +203,8 @@ class GpuBackend:
         status, pointer, size = self._bindings.cuModuleGetGlobal(module, name.encode())
         if status == self._bindings.CUresult.CUDA_ERROR_NOT_FOUND:
             return 0
+        if status:
+            raise RuntimeError(f"cuModuleGetGlobal returned {status.name}")
         if size == ctypes.sizeof(variable):
             self._driver.memcpy_dtoh(variable, int(pointer))
         return size

@@ -11,8 +11,8 @@ from . import driver
 from .pack import UNFIT, Packer, library
 
 
-class Launch(ctypes.Structure):
-    """struct Launch of pack.cpp: a loaded kernel, a CUfunction, and how it is launched."""
+class LoadedKernel(ctypes.Structure):
+    """struct LoadedKernel of pack.cpp: a CUfunction and how it is launched."""
 
     _fields_ = [
         ("function", ctypes.c_void_p),
@@ -31,7 +31,7 @@ class _Launcher(ctypes.Structure):
         ("pop_context", ctypes.c_void_p),
         ("launch", ctypes.c_void_p),
         ("context", ctypes.c_void_p),
-        ("kernel", Launch * 3),
+        ("kernel", LoadedKernel * 3),
     ]
 
 
@@ -39,7 +39,7 @@ class Launcher:
     """Launches a step's kernels, which were loaded in a context, a CUcontext."""
 
     def __init__(
-        self, step_name: str, packer: Packer, context: int, launches: Sequence[Launch]
+        self, step_name: str, packer: Packer, context: int, kernels: Sequence[LoadedKernel]
     ) -> None:
         self._step_name, self._packer = step_name, packer
         self._launcher = _Launcher(
@@ -49,7 +49,7 @@ class Launcher:
             driver.address("cuLaunchKernelEx"),
             context,
         )
-        self._launcher.kernel[: len(launches)] = launches
+        self._launcher.kernel[: len(kernels)] = kernels
         self._pointer = ctypes.byref(self._launcher)
         # Without the GIL: where the stream's queue is full, a launch waits for room in it.
         self._launch = library().launch
@@ -70,6 +70,6 @@ class Launcher:
         packed = self._packer.gather(tensors, scalars, workspace)
         failure = self._launch(*packed, self._pointer, ctypes.c_void_p(stream))
         if failure < UNFIT:
-            status = driver.bindings().CUresult(UNFIT - failure)
-            raise RuntimeError(f"{self._step_name} cannot be launched: {status.name}")
+            status = driver.status_name(UNFIT - failure)
+            raise RuntimeError(f"{self._step_name} cannot be launched: {status}")
         return self._packer.accepts(failure, tensors)

@@ -9,7 +9,8 @@
 
 namespace packing {
 
-constexpr int AXES = 4;  // batch, head, row, d
+constexpr int AXES = 4;         // batch, head, row, d
+constexpr int MAX_KERNELS = 3;  // of a step
 constexpr int MAP_BYTES = 128, MAP_ALIGNMENT = 64;
 
 constexpr int UNFIT = -1;
@@ -46,7 +47,7 @@ struct Plan {
     int32_t operands, workspaces, scalars;
     int32_t kernels;
     Operand operand[9];  // the first two are q and k
-    Kernel kernel[3];
+    Kernel kernel[MAX_KERNELS];
 };
 
 // How a strided operand lies: sizes and strides in elements.
@@ -164,13 +165,12 @@ int encode_for_simt(void* map, int element_bytes, uint32_t, void* address, const
 
 // ---- Launching. Types and constants of the driver are as in cuda.h, which not every machine has.
 
-constexpr int MAX_PARAMS_BYTES = 4096;  // what kernels can take on every GPU
-constexpr int MAX_KERNELS = 3;
+constexpr int MAX_PARAMS_BYTES = 4096;                // what kernels can take on every GPU
 constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6;  // a CUlaunchAttributeID
 
 using Context = void*;
 
-struct LaunchAttribute {  // CUlaunchAttribute
+struct alignas(8) LaunchAttribute {  // CUlaunchAttribute
     int32_t id, padding, value[16];
 };
 
@@ -181,7 +181,7 @@ struct LaunchConfig {  // CUlaunchConfig
     uint32_t num_attributes;
 };
 
-struct Launch {  // of one kernel
+struct LoadedKernel {
     void* function;
     int32_t threads, smem_bytes;
     int32_t starts_early;  // before the kernel in front has ended
@@ -193,11 +193,11 @@ struct Launcher {
     int (*pop_context)(Context*);
     int (*launch)(const LaunchConfig*, void* function, void** params, void** extra);
     Context context;  // of the kernels
-    Launch kernel[MAX_KERNELS];
+    LoadedKernel kernel[MAX_KERNELS];
 };
 
-int launch_kernel(const Launcher& launcher, const Launch& kernel, int64_t blocks, void* params,
-                  void* stream) {
+int launch_kernel(const Launcher& launcher, const LoadedKernel& kernel, int64_t blocks,
+                  void* params, void* stream) {
     LaunchAttribute early = {PROGRAMMATIC_STREAM_SERIALIZATION, 0, {1}};
     LaunchConfig config = {};
     config.grid[0] = uint32_t(std::min<int64_t>(blocks, UINT32_MAX));  // the driver rejects that
@@ -212,7 +212,7 @@ int launch_kernel(const Launcher& launcher, const Launch& kernel, int64_t blocks
 
 int launch_here(const Plan& plan, const int64_t* addresses, const Tensor* tensors,
                 const double* scalars, const Launcher& launcher, void* stream) {
-    alignas(MAP_ALIGNMENT) unsigned char params[MAX_PARAMS_BYTES] = {};
+    unsigned char params[MAX_PARAMS_BYTES] = {};
     int64_t blocks[MAX_KERNELS];
     if (const int failure = pack(&plan, addresses, tensors, scalars, params, blocks))
         return failure;

@@ -10,7 +10,7 @@ import torch
 from ..errors import UsageError
 from ..problem import Specialization
 from ..step import Step
-from .driver import address, bindings
+from .driver import address, bindings, status_name
 from .launch import Box, LaunchDescriptor
 
 ALIGNMENT = 16  # bytes that divide a tensor's address, its strides and a box's rows
@@ -38,7 +38,7 @@ def driver_encoder(spec: Specialization) -> MapEncoder:
         address("cuTensorMapEncodeTiled"),
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_DATA_TYPES[spec.dtype]}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        lambda status: driver.CUresult(status).name,
+        status_name,
     )
 
 

@@ -179,16 +179,15 @@ def fake_latency(step: Step) -> dict:
             for name, causal in (("n128", False), ("n128_causal", True))
         ],
         "decoding": {
-            "keys": [512, 731],
-            "calls": {
-                step.name: {
-                    "host_us": {cache: [[33.0, 35.0], [29.0, 31.0]] for cache in CACHES},
-                    "loop_rates": [7.9, 8.0, 10.0],
-                },
-                SDPA: {
-                    "host_us": {cache: [[39.0, 41.0]] for cache in CACHES},
-                    "loop_rates": [7.9, 10.0],
-                },
+            step.name: {
+                "keys": [532, 571],
+                "host_us": {cache: [[33.0, 35.0], [29.0, 31.0]] for cache in CACHES},
+                "loop_rates": [7.9, 8.0, 10.0],
+            },
+            SDPA: {
+                "keys": [532, 551],
+                "host_us": {cache: [[39.0, 41.0]] for cache in CACHES},
+                "loop_rates": [7.9, 10.0],
             },
         },
         "fastest_loop_rate": 10.0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -25,8 +24,8 @@ from common.runtime.backend import empty_on_gpu
 from common.runtime.build import Build, Resources
 from common.runtime.cpu import CpuBackend
 from common.runtime.launch import params_type
-from common.runtime.launcher import Launch, Launcher
-from common.runtime.pack import Packer, simt_encoder
+from common.runtime.launcher import Launcher, LoadedKernel
+from common.runtime.pack import Packer, library, simt_encoder
 from common.step import read_step
 from verify.tests.tensor_map_fields import TensorMapFields
 
@@ -151,7 +150,9 @@ class Gpu:
         self.stream = 0  # torch's current one
         self.cluster = 1
         pycuda = self.pycuda = MagicMock()
-        pycuda.Device.return_value.retain_primary_context.return_value.handle = CONTEXT
+        context = pycuda.Device.return_value.retain_primary_context.return_value
+        context.handle, context.push = CONTEXT, lambda: self.driver.contexts.append(CONTEXT)
+        pycuda.Context.pop = self.driver.contexts.pop
         pycuda.Device.return_value.get_attribute.return_value = LIMIT
         monkeypatch.setitem(sys.modules, "pycuda", MagicMock(driver=pycuda))
         monkeypatch.setitem(sys.modules, "pycuda.driver", pycuda)
@@ -171,15 +172,15 @@ class Gpu:
         monkeypatch.setattr(
             torch._C,
             "_cuda_getCurrentRawStream",
-            lambda index: {0: self.stream}[index],
+            lambda index: {1: self.stream}[index],
             raising=False,  # a torch for the CPU has none
         )
         monkeypatch.setattr(gpu, "empty_on_gpu", self.allocate)
-        self.backend = gpu.GpuBackend(torch.device("cuda", 0))
+        self.backend = gpu.GpuBackend(torch.device("cuda", 1))
         monkeypatch.setattr(self.backend, "_load", self.load)
 
     def allocate(self, sizes, strides, dtype, index):
-        assert index == 0
+        assert index == 1
         return torch.empty_strided(sizes, strides, dtype=dtype)
 
     def load(self, step, spec, job):
@@ -187,11 +188,11 @@ class Gpu:
         plan = gpu.read_plan(descriptor, self.backend.multiprocessors)
         clusters = [self.cluster] * len(plan.kernels)
         packer = Packer(step, descriptor, plan, clusters, spec, simt_encoder(spec))
-        launches = [
-            Launch(index, kernel.threads, kernel.smem_bytes, starts_early=False)
+        kernels = [
+            LoadedKernel(index, kernel.threads, kernel.smem_bytes, starts_early=False)
             for index, kernel in enumerate(plan.kernels)
         ]
-        launcher = Launcher(step.name, packer, CONTEXT, launches)
+        launcher = Launcher(step.name, packer, CONTEXT, kernels)
         return gpu._Module(step, descriptor, plan, launcher, {})
 
 
@@ -332,7 +333,15 @@ def test_kernels_are_launched_as_the_descriptor_says(fake, tensors, step) -> Non
     for launch, kernel in zip(fake.driver.events, kernels, strict=False):
         assert launch.block == (kernel.threads, 1, 1)
         assert launch.smem_bytes == kernel.smem_bytes
-    assert len(fake.driver.events) == len([kernel for kernel in kernels if kernel.name])
+    # The tiles of v01's kernels: 8 keys by 32 queries, a query, 4 queries. 2 heads, 9 of both.
+    grids = {"v01": [2 * 2, 9 * 2, 3 * 2], "v11": [2]}[step.name]
+    assert [launch.grid for launch in fake.driver.events] == [(grid, 1, 1) for grid in grids]
+
+
+def test_a_map_that_a_step_does_not_ask_for_is_zero(fake, tensors) -> None:
+    fake.backend.prepare(V01, SPEC)(tensors, [0.5])
+    for launch in fake.driver.launches:
+        assert bytes(launch.params.q_map) == bytes(launch.params.o_map) == bytes(128)
 
 
 def test_a_launch_goes_to_torchs_current_stream(fake, tensors) -> None:
@@ -360,16 +369,51 @@ def test_a_launch_that_fails_is_one_clear_line(fake, tensors, name, happened) ->
 
 def test_after_a_kernel_that_fails_none_is_launched(fake, tensors) -> None:
     call = fake.backend.prepare(V01, SPEC)
-    launch = fake.driver.cuLaunchKernelEx
+    functions = []
 
     def fail_second(config, function, params, extra):
-        launch(config, function, params, extra)
-        fake.driver.fails["cuLaunchKernelEx"] = INVALID_VALUE
+        functions.append(function or 0)
+        return INVALID_VALUE if len(functions) == 2 else 0
 
     fake.driver.cuLaunchKernelEx = fail_second
-    with pytest.raises(RuntimeError, match="cannot be launched"):
+    with pytest.raises(RuntimeError, match="cannot be launched: CUDA_ERROR_INVALID_VALUE"):
         call(tensors, [0.5])
-    assert [launch.function or 0 for launch in fake.driver.events] == [0]
+    assert functions == [0, 1]
+
+
+def test_a_status_that_the_bindings_do_not_know_is_told_by_its_number(fake, tensors) -> None:
+    call = fake.backend.prepare(V11, SPEC)
+    fake.driver.fails = {"cuLaunchKernelEx": 987}
+    with pytest.raises(RuntimeError, match=f"^{V11.name} cannot be launched: 987$"):
+        call(tensors, [0.5])
+
+
+def test_a_tensor_without_a_map_is_named(fake, tensors) -> None:
+    q, k, *others = tensors
+    far = torch.empty(0, dtype=k.dtype, device="meta")
+    far = far.as_strided((1, 2, 9, 64), (0, 1 << 39, 64, 1))
+    call = fake.backend.prepare(V11, SPEC)
+    with pytest.raises(UsageError, match="k has one of 1099511627776: pass"):
+        call((q, far, *others), [0.5])
+    assert not fake.driver.events
+
+
+def test_another_thread_can_work_while_a_launch_waits() -> None:
+    """For room in the stream's queue: a PyDLL would hold the GIL."""
+    assert not isinstance(library(), ctypes.PyDLL)
+
+
+def test_addresses_are_those_of_the_functions(monkeypatch) -> None:
+    monkeypatch.setattr(driver, "_library", library)
+    for name in ("pack", "launch"):
+        expected = ctypes.cast(getattr(library(), name), ctypes.c_void_p).value
+        assert driver.address(name) == expected
+
+
+def test_poison_fills_the_workspace(fake, tensors) -> None:
+    fake.backend._poison = True
+    for part in fake.backend.prepare(V01, SPEC)(tensors, [0.5]):
+        assert part.eq(0xFF).all()
 
 
 def test_a_grid_beyond_32_bits_is_not_cut_off(fake, tensors) -> None:
@@ -401,67 +445,99 @@ def test_a_step_reads_no_rows_off_its_alignment(fake, tensors) -> None:
 SMEM_BYTES = {"first": 0, "second": LIMIT, "third": LIMIT + 1}
 
 
-@pytest.fixture
-def load(fake, monkeypatch) -> Callable[[bytes | None], gpu._Module]:
-    """Loads three kernels whose kernels_start_early is these bytes; None: they have none."""
-    step = read_step(ROOT / "verify" / "instructions" / "dependent_launch.cu")
-    spec = Specialization(8, "bf16", causal=False)
-    descriptor = CpuBackend().descriptor(step, spec)
-    for kernel in descriptor.kernels:
-        kernel.smem_bytes = SMEM_BYTES[kernel.name.decode()]
-    resources = dict.fromkeys(SMEM_BYTES, Resources(*[0] * 6))
-    monkeypatch.setattr(gpu, "driver_encoder", simt_encoder)
-    monkeypatch.setattr(gpu, "parse_resources", lambda log: resources)
-    symbols = {b"launch_descriptor": ctypes.create_string_buffer(bytes(descriptor))}
+STEP = read_step(ROOT / "verify" / "instructions" / "dependent_launch.cu")
+STEP_SPEC = Specialization(8, "bf16", causal=False)
 
-    def get_global(module, name):
+
+class Cubin:
+    """A cubin of three kernels, loaded into the fake driver."""
+
+    def __init__(self, fake: Gpu, monkeypatch) -> None:
+        self.fake = fake
+        self.params_bytes, self.cluster = ctypes.sizeof(PARAMS), 2
+        self.descriptor = CpuBackend().descriptor(STEP, STEP_SPEC)
+        for kernel in self.descriptor.kernels:
+            kernel.smem_bytes = SMEM_BYTES[kernel.name.decode()]
+        self.symbols = {"launch_descriptor": bytes(self.descriptor)}
+        self.names = [kernel.name for kernel in self.descriptor.kernels]
+        self.get_global_status = 0
+        resources = dict.fromkeys(SMEM_BYTES, Resources(*[0] * 6))
+        monkeypatch.setattr(gpu, "driver_encoder", simt_encoder)
+        monkeypatch.setattr(gpu, "parse_resources", lambda log: dict(resources))
+        bindings = fake.driver.bindings
+        bindings.cuModuleLoad = self.load_module
+        bindings.cuModuleGetGlobal = self.get_global
+        bindings.cuModuleGetFunction = lambda module, name: (0, self.names.index(name))
+        bindings.cuFuncGetParamInfo = lambda function, index: (0, 16, self.params_bytes)
+        bindings.cuFuncGetAttribute = lambda width, function: (0, self.cluster)
+        bindings.cuFuncSetAttribute = MagicMock(return_value=(0,))
+        fake.pycuda.memcpy_dtoh = lambda to, address: ctypes.memmove(
+            ctypes.addressof(to), address, ctypes.sizeof(to)
+        )
+
+    def load_module(self, path: bytes) -> tuple:
+        here = self.fake.driver.contexts[-1] == CONTEXT
+        return (0, f"module of {path.decode()}") if here else (CUresult(INVALID_VALUE), None)
+
+    def get_global(self, module: str, name: bytes) -> tuple:
         assert module == "module of step.cubin"
-        if name not in symbols:
-            return NOT_FOUND, 0, 0
-        return 0, ctypes.addressof(symbols[name]), len(symbols[name]) - 1
+        found = self.symbols.get(name.decode())
+        if self.get_global_status or found is None:
+            return CUresult(self.get_global_status or NOT_FOUND), None, None
+        self.kept = ctypes.create_string_buffer(found)
+        return CUresult(0), ctypes.addressof(self.kept), len(found)
 
-    def memcpy_dtoh(to, pointer):
-        ctypes.memmove(ctypes.addressof(to), pointer, ctypes.sizeof(to))
+    def load(self) -> gpu._Module:
+        build = Build(Path("step.cubin"), "")
+        return gpu.GpuBackend._load(self.fake.backend, STEP, STEP_SPEC, build)
 
-    bindings = fake.driver.bindings
-    bindings.cuModuleLoad = lambda path: (0, f"module of {path.decode()}")
-    bindings.cuModuleGetGlobal = get_global
-    bindings.cuModuleGetFunction = lambda module, name: (0, [*SMEM_BYTES].index(name.decode()))
-    bindings.cuFuncGetParamInfo = lambda function, index: (0, 16, ctypes.sizeof(PARAMS))
-    bindings.cuFuncGetAttribute = lambda width, function: (0, 2)
-    bindings.cuFuncSetAttribute = MagicMock(return_value=(0,))
-    fake.pycuda.memcpy_dtoh = memcpy_dtoh
 
-    def load(start_early: bytes | None) -> gpu._Module:
-        if start_early is not None:
-            symbols[b"kernels_start_early"] = ctypes.create_string_buffer(start_early)
-        return gpu.GpuBackend._load(fake.backend, step, spec, Build(Path("step.cubin"), ""))
-
-    return load
+@pytest.fixture
+def cubin(fake, monkeypatch) -> Cubin:
+    return Cubin(fake, monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("start_early", "attributes"),
     [(None, ()), (bytes(4), ()), (b"\1\0\0\0", ((EARLY, 1),))],
 )
-def test_kernels_but_the_first_start_early(fake, load, start_early, attributes) -> None:
+def test_kernels_but_the_first_start_early(fake, cubin, start_early, attributes) -> None:
+    if start_early is not None:
+        cubin.symbols["kernels_start_early"] = start_early
     q = torch.zeros(1, 3, 9, 8, dtype=torch.bfloat16)
-    assert load(start_early).launcher([q] * 5, [0.5], [], STREAM)
+    assert cubin.load().launcher([q] * 5, [0.5], [], STREAM)
     launches = fake.driver.launches
     assert [launch.attributes for launch in launches] == [(), attributes, attributes]
     assert [launch.function or 0 for launch in launches] == [0, 1, 2]
     assert [launch.smem_bytes for launch in launches] == [*SMEM_BYTES.values()]
-    assert {(launch.stream, launch.grid[0], launch.block) for launch in launches} == {
-        (STREAM, 10, (64, 1, 1))  # in clusters of 2 blocks
-    }
+    assert {(launch.stream, launch.block) for launch in launches} == {(STREAM, (64, 1, 1))}
 
 
-def test_a_kernel_may_take_the_shared_memory_that_it_asks_for(fake, load) -> None:
-    load(None)
+@pytest.mark.parametrize(("cluster", "blocks"), [(0, 9), (1, 9), (2, 10)])
+def test_a_kernel_without_clusters_has_a_width_of_0(fake, cubin, cluster, blocks) -> None:
+    cubin.cluster = cluster
+    q = torch.zeros(1, 3, 9, 8, dtype=torch.bfloat16)
+    cubin.load().launcher([q] * 5, [0.5], [], STREAM)
+    assert {launch.grid for launch in fake.driver.launches} == {(blocks, 1, 1)}
+
+
+def test_a_kernel_may_take_the_shared_memory_that_it_asks_for(fake, cubin) -> None:
+    """And one that asks for more than there is does not run."""
+    module = fake.backend._modules[STEP, STEP_SPEC] = cubin.load()
     attributes = fake.driver.bindings.CUfunction_attribute
     limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     told = [call.args for call in fake.driver.bindings.cuFuncSetAttribute.call_args_list]
     assert told == [(0, limit, 0), (1, limit, LIMIT), (2, limit, LIMIT)]
+    assert {name: r.dynamic_smem for name, r in module.resources.items()} == SMEM_BYTES
+    with pytest.raises(UsageError, match=f"needs {LIMIT + 1} bytes .* this device has {LIMIT}$"):
+        fake.backend.prepare(STEP, STEP_SPEC)
+
+
+@pytest.mark.parametrize("current", [None, CONTEXT + 1])
+def test_loading_leaves_a_thread_in_its_context(fake, cubin, current) -> None:
+    fake.driver.contexts[:] = [current]
+    cubin.load()
+    assert fake.driver.contexts == [current]
 
 
 @pytest.mark.parametrize(
@@ -473,6 +549,22 @@ def test_a_kernel_may_take_the_shared_memory_that_it_asks_for(fake, load) -> Non
         (bytes(8), "kernels_start_early has 8 bytes: make it int32_t"),
     ],
 )
-def test_a_wrong_kernels_start_early_is_one_clear_line(load, start_early, error) -> None:
+def test_a_wrong_kernels_start_early_is_one_clear_line(cubin, start_early, error) -> None:
+    cubin.symbols["kernels_start_early"] = start_early
     with pytest.raises(UsageError, match=f"^dependent_launch: {error}$"):
-        load(start_early)
+        cubin.load()
+
+
+def test_a_variable_that_cannot_be_read_is_not_taken_for_none(cubin) -> None:
+    cubin.get_global_status = INVALID_VALUE
+    with pytest.raises(RuntimeError, match="cuModuleGetGlobal returned CUDA_ERROR_INVALID_VALUE"):
+        cubin.load()
+
+
+def test_structs_of_another_size_are_not_used(cubin) -> None:
+    descriptor = cubin.symbols["launch_descriptor"]
+    for descriptor_bytes, params_bytes in ((-1, 0), (0, 128)):
+        cubin.symbols["launch_descriptor"] = descriptor[: len(descriptor) + descriptor_bytes]
+        cubin.params_bytes = ctypes.sizeof(PARAMS) + params_bytes
+        with pytest.raises(AssertionError, match=r"launch\.py and launch\.h differ"):
+            cubin.load()

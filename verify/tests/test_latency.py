@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import partial
 from itertools import groupby, islice, repeat
-from time import perf_counter
 
 import pytest
 import torch
@@ -18,9 +17,9 @@ from common.catalog import all_steps
 from common.operation import FORWARD
 from common.operator import highest_step
 from common.quiet import quiet_turns
-from common.record_schema import LATENCY_RECORD, find_error
+from common.record_schema import CACHES, LATENCY_RECORD, find_error
 from common.records import read_record, write_record
-from common.report import tables
+from common.report import rows, tables
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
@@ -31,6 +30,7 @@ from verify.tests.fake_records import fake_latency
 NEWEST = [step for step in all_steps() if step.operation == FORWARD][-1]
 TINY = Case("tiny", Shape(1, 2, 2, 33, 33, 64), BF16, causal=True)
 SHORT = Case("short", Shape(1, 2, 2, 1, 7, 64), BF16)
+LONGER = Case("longer", Shape(1, 2, 2, 1, 9, 64), BF16)
 
 
 @pytest.fixture
@@ -128,6 +128,40 @@ def test_calls_are_timed_until_the_host_was_quiet(short_turns, rates, turns):
     assert [name for name, _ in groupby(calls)] == list(names) * (1 + turns), "they take turns"
 
 
+class Clock:
+    """Stands still but for calls, and for a loop that reads it: that takes 1 us."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.ns = 0
+        monkeypatch.setattr(host, "perf_counter_ns", lambda: self.ns)
+        monkeypatch.setattr(host, "perf_counter", self.read)
+
+    def read(self) -> float:
+        self.ns += 1000
+        return self.ns / 1e9
+
+
+def test_a_call_is_timed_without_its_arguments(short_turns, monkeypatch):
+    clock, happened = Clock(monkeypatch), []
+
+    def call(name, n) -> None:
+        happened.append(name)
+        clock.ns += 1500 * n
+
+    def arguments(name):
+        for n in range(1, 100):
+            clock.ns += 10**6
+            yield name, n
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("sync"))
+    names = ("first", "second")
+    timed = FakeHost(9.0).time({name: (call, arguments(name)) for name in names})
+    for name in names:  # the warm-up took 1.5 and 3.0
+        assert timed["host_us"][name] == [[4.5, 6.0], [7.5, 9.0]]
+    turn = ["sync", "first", "first", "sync", "second", "second", "sync"]
+    assert happened == turn * 3
+
+
 def test_what_is_quiet_is_known_from_the_beginning(short_turns, monkeypatch):
     monkeypatch.setattr(host, "FIND_FASTEST_S", 1e-6)
     fake = FakeHost(9.0, 7.0)
@@ -135,13 +169,23 @@ def test_what_is_quiet_is_known_from_the_beginning(short_turns, monkeypatch):
     assert len(fake.time({"call": (print, repeat(()))})["loop_rates"]) == 1 + 5
 
 
-def test_the_loop_runs_as_long_as_a_pause(monkeypatch):
-    monkeypatch.setattr(host, "PAUSE_S", 0.01)
-    real = Host()
-    start = perf_counter()
-    rate = real.run_loop()
-    assert perf_counter() - start >= 0.01
-    assert real.fastest_loop_rate == rate > 0
+def test_the_loop_tells_its_rate_and_keeps_the_highest(monkeypatch):
+    clock, real = Clock(monkeypatch), Host()
+    assert real.run_loop() == pytest.approx(1.0, rel=1e-3)
+    assert clock.ns == pytest.approx(1e9 * host.LOOP_S, rel=1e-3)
+    assert real.fastest_loop_rate == pytest.approx(1.0, rel=1e-3)
+    real.fastest_loop_rate = 0.5
+    real.run_loop()
+    assert real.fastest_loop_rate == pytest.approx(1.0, rel=1e-3)
+    real.fastest_loop_rate = 2.0
+    real.run_loop()
+    assert real.fastest_loop_rate == 2.0
+
+
+def test_the_fastest_is_looked_for_long_enough(monkeypatch):
+    clock, real = Clock(monkeypatch), Host()
+    real.find_fastest()
+    assert clock.ns >= 1e9 * host.FIND_FASTEST_S
 
 
 def test_quiet_turns():
@@ -154,27 +198,30 @@ def test_what_decodes_gets_a_key_more_at_each_call(monkeypatch, short_turns):
 
     class Asking(Host):
         def time(self, calls):
+            who = len(asked)  # one has one turn, the other two
             for call, arguments in calls.values():
-                asked.setdefault(call, []).append(list(islice(arguments, 4)))
-            return {"host_us": {name: [[1.0]] for name in calls}, "loop_rates": [9.0, 9.0]}
+                asked.setdefault(call, []).append(list(islice(arguments, 6)))
+            turns = {name: [[1.0]] * (1 + who) for name in calls}
+            return {"host_us": turns, "loop_rates": [9.0] * (2 + who)}
 
     monkeypatch.setattr(latency, "FIRST_KEYS", 3)
     monkeypatch.setattr(latency, "LAYERS", 2)
-    monkeypatch.setattr(latency, "DECODED", SHORT)
+    monkeypatch.setattr(latency, "DECODED", LONGER)
     monkeypatch.setattr(trial, "peak_memory", lambda call: (call(), 0))
-    decoding = latency.measure_decoding(NEWEST, *SHORT.make("cpu"), Asking())
+    decoding = latency.measure_decoding(NEWEST, *LONGER.make("cpu"), Asking())
     record = fake_latency(NEWEST) | {"decoding": decoding}
     assert find_error(record, LATENCY_RECORD) is None
-    assert decoding["keys"] == [3, 6]
+    assert decoding[NEWEST.name]["keys"] == [5, 6], "a warm-up of two calls, then a turn of two"
+    assert decoding["sdpa"]["keys"] == [5, 8]
     ours, sdpa = asked.values()
     for sliced, concatenated, layered, fixed in (ours, sdpa):
-        assert [k.shape[2] for _, k, _ in sliced] == [3, 4, 5, 6]
+        assert [k.shape[2] for _, k, _ in sliced] == [3, 4, 5, 6, 7, 8]
         assert len({k.data_ptr() for _, k, _ in sliced}) == 1
-        assert len({k.data_ptr() for _, k, _ in concatenated}) == 4
+        assert len({k.data_ptr() for _, k, _ in concatenated}) == 6
         assert all(map(torch.equal, (k for _, k, _ in sliced), (k for _, k, _ in concatenated)))
-        assert [k.shape[2] for _, k, _ in layered] == [3, 3, 4, 4]
+        assert [k.shape[2] for _, k, _ in layered] == [3, 3, 4, 4, 5, 5]
         assert len({k.data_ptr() for _, k, _ in layered}) == 2
-        assert [k.shape[2] for _, k, _ in fixed] == [3] * 4
+        assert [k.shape[2] for _, k, _ in fixed] == [3] * 6
 
 
 def test_a_wrong_decoding_is_not_timed(monkeypatch):
@@ -192,8 +239,8 @@ def test_table_of_decoding(record_set):
         "| --- | ---: | ---: |",
         "| a key more, of a buffer for all | 30.0 (32.0) | never quiet (40.0) |",
     ]
-    assert "median of the calls in 0 turns or more in which the host was quiet" in text
-    assert "on 512 to 731 keys" in text
+    assert "the turns of calls in which the host was quiet (at least 0 in each row; in" in text
+    assert "on 532 to 571 keys, by sdpa to 551." in text
 
 
 def test_table(record_set):
@@ -207,9 +254,23 @@ def test_table(record_set):
     caption = text.splitlines()[-1]
     assert "Microseconds on the NVIDIA H200: of the device / of the host." in caption
     assert "median of 3 interleaved rounds" in caption
-    assert "median of the calls in 1 turns or more in which the host was quiet" in caption
-    assert "ran at 80% of its highest speed at least" in caption
+    assert "the turns of calls in which the host was quiet (at least 1 in each row; in" in caption
+    assert "ran at 80% of its highest speed or more" in caption
     assert "throttle reasons after: none" in caption
+
+
+def test_medians_are_of_all_calls_in_quiet_turns(record_set):
+    cell, other = fake_latency(NEWEST)["cells"]
+    cell["host_us"][NEWEST.name] = [[1.0, 2.0, 3.0, 4.0, 5.0], [90.0], [10.0, 30.0, 40.0]]
+    cell["host_us"]["sdpa_flash"] = [[1.0]] * 3
+    cell["loop_rates"] = [9.0, 10.0, 7.0, 9.0]
+    quiet, *_ = rows.latency(record_set(cells=[cell]))
+    assert (quiet["quiet_turns"], quiet["host_us"][NEWEST.name]) == (1, (3.0, 5.0))
+    cell["loop_rates"] = [9.0, 9.0, 9.0, 7.0]
+    both, one = rows.latency(record_set(cells=[cell, other]))
+    assert (both["quiet_turns"], one["quiet_turns"]) == (2, 1)
+    assert both["host_us"][NEWEST.name] == (3.5, 5.0)
+    assert "(at least 1 in each row;" in tables.latency(record_set(cells=[cell, other]))
 
 
 @pytest.mark.parametrize(
@@ -247,12 +308,32 @@ def test_malformed_record_is_named_with_what_is_wrong(record_set, change, told):
         record_set(**change)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host_us": {cache: [[1.0]] for cache in CACHES[1:]}},
+        {"loop_rates": [9.0]},
+        {"keys": []},
+    ],
+)
+def test_malformed_decoding_is_named(record_set, change):
+    decoding = fake_latency(NEWEST)["decoding"]
+    decoding["sdpa"] |= change
+    with pytest.raises(UsageError, match="the record: decoding cannot be"):
+        record_set(decoding=decoding)
+
+
 def test_record(monkeypatch, tmp_path):
     fake = fake_latency(NEWEST)
     monkeypatch.setattr(latency, "GpuBackend", CpuBackend)
     monkeypatch.setattr(latency, "versions", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(latency, "highest_step", lambda *_: NEWEST)
-    monkeypatch.setattr(latency, "measure_cell", lambda *_: fake["cells"][0])
+
+    def measure_cell(backend, step, case, host) -> dict:
+        host.fastest_loop_rate = 1e6
+        return fake["cells"][0]
+
+    monkeypatch.setattr(latency, "measure_cell", measure_cell)
     monkeypatch.setattr(latency, "measure_decoding", lambda *_: fake["decoding"])
     monkeypatch.setattr(latency, "PROFILES_DIR", tmp_path)
     monkeypatch.setattr(host, "FIND_FASTEST_S", 0.01)
@@ -261,6 +342,7 @@ def test_record(monkeypatch, tmp_path):
     record = read_record(path, LATENCY_RECORD)
     assert record["sources"] == fake["sources"]
     assert len(record["cells"]) == len(latency.CELLS)
+    assert record["fastest_loop_rate"] == 1e6
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ STRUCTS = {
     "packing::Extent": launch.Extent,
     "packing::Kernel": pack._Kernel,
     "packing::Plan": pack._Plan,
-    "packing::Launch": launcher.Launch,
+    "packing::LoadedKernel": launcher.LoadedKernel,
     "packing::Launcher": launcher._Launcher,
 }
 PROGRAM = """
@@ -116,6 +116,7 @@ SAME_CONFIG(hStream, stream);
 SAME_CONFIG(attrs, attributes);
 SAME_CONFIG(numAttrs, num_attributes);
 static_assert(sizeof(CUlaunchAttribute) == sizeof(packing::LaunchAttribute));
+static_assert(alignof(CUlaunchAttribute) == alignof(packing::LaunchAttribute));
 SAME_FIELD(CUlaunchAttribute, id, LaunchAttribute, id);
 SAME_FIELD(CUlaunchAttribute, value.programmaticStreamSerializationAllowed, LaunchAttribute, value);
 static_assert(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION ==

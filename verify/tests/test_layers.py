@@ -20,7 +20,7 @@ from common.paths import ROOT
 LAYERS = ("core", "runtime", "call", "verify", "bench", "commands")  # each may import those before
 CALL = {"", "functional", "operator", "transformers"}
 COMMANDS = {"__main__", "commands"}
-DATA = {"catalog", "errors", "metrics", "operation", "patch", "problem", "record_schema"}
+DATA = {"catalog", "errors", "metrics", "operation", "patch", "problem", "quiet", "record_schema"}
 DATA |= {"paths", "records", "source", "step", "text", "timeline_events"}
 
 FILES = {

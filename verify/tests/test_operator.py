@@ -477,7 +477,7 @@ def test_threads_whose_first_calls_meet_share_a_backend(fake_backend) -> None:
 
 
 def test_a_backend_outlives_the_calls_that_are_kept(fake_backend, monkeypatch) -> None:
-    """Its modules would be unloaded with it, on whichever thread that happens."""
+    """Another one would load everything again."""
     monkeypatch.setattr(cache, "MAX_ENTRIES", 1)
     q, k, v = make_inputs()
     attention(q, k, v)
@@ -532,7 +532,7 @@ for mine in outputs:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_threads_drop_calls_of_one_another(device: str) -> None:
-    """In a separate process that ends: what goes wrong then is reported on stderr only."""
+    """In a separate process, so that all that it prints is seen."""
     command = [sys.executable, "-c", THREADS, device]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -151,12 +151,12 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch) -> None:
 
 def test_a_call_of_the_driver_that_fails_is_named(monkeypatch) -> None:
     driver = MagicMock()
-    driver.cuKernelGetParamInfo.return_value = driver.CUresult.CUDA_SUCCESS, 128, 768
-    driver.cuLibraryUnload.return_value = (SimpleNamespace(name="CUDA_ERROR_INVALID_HANDLE"),)
+    driver.cuFuncGetParamInfo.return_value = driver.CUresult.CUDA_SUCCESS, 128, 768
+    driver.cuModuleLoad.return_value = (SimpleNamespace(name="CUDA_ERROR_INVALID_HANDLE"),)
     monkeypatch.setattr("common.runtime.driver.bindings", lambda: driver)
-    assert call("cuKernelGetParamInfo", "kernel", 0) == (128, 768)
-    with pytest.raises(RuntimeError, match="cuLibraryUnload returned CUDA_ERROR_INVALID_HANDLE"):
-        call("cuLibraryUnload", "library")
+    assert call("cuFuncGetParamInfo", "function", 0) == (128, 768)
+    with pytest.raises(RuntimeError, match="cuModuleLoad returned CUDA_ERROR_INVALID_HANDLE"):
+        call("cuModuleLoad", b"a.cubin")
 
 
 def test_what_the_driver_refuses_is_named() -> None:

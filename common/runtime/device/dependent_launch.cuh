@@ -2,8 +2,8 @@
 // first may start when all blocks of the kernel in front have executed
 // griddepcontrol_launch_dependents or have ended. Until griddepcontrol_wait it may read the step's
 // inputs and nothing else in global memory; each of its blocks must execute that, or the kernel behind
-// it would find what the one in front of it has not written yet. A kernel that starts early has
-// __device__ variables of its own. The first kernel starts when the call before has ended.
+// it would find what the one in front of it has not written yet. The first kernel starts when the call
+// before has ended.
 // common/runtime/simt/dependent_launch.cuh is the twin for the host compiler.
 #pragma once
 #include "attention.cuh"
