@@ -89,14 +89,15 @@ def test_only_what_attention_runs_is_inside(installed: Path) -> None:
     info, package = sorted(installed.iterdir(), key=lambda path: path.suffix, reverse=True)
     assert info.suffix == ".dist-info"
     assert package.name == "attention_worklog"
-    runtime = (
+    parts = (
+        "sharded/*.py",
         "runtime/*.py",
         "runtime/*.h",
         "runtime/*.cpp",
         "runtime/device/**/*",
         "runtime/simt/**/*",
     )
-    expected = relative_files(ROOT / "common", "*.py", "py.typed", *runtime)
+    expected = relative_files(ROOT / "common", "*.py", "py.typed", *parts)
     expected |= {f"steps/{step.path.name}" for step in all_steps()}
     assert relative_files(package, "**/*") == expected
     assert {"py.typed", "runtime/launch.h", "runtime/simt/nan_pattern.sh"} <= expected

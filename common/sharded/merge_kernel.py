@@ -1,0 +1,76 @@
+"""merge() in one pass over memory, which is all that it takes time for: in Triton.
+
+Operators of torch would read and write the parts three times as often. Triton comes with torch
+where that is built for CUDA, and only there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 16  # of a block
+
+
+def launch_merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, out: Tensor) -> None:
+    """As merge()."""
+    batch, heads, seq, head_dim = o.shape
+    with torch.cuda.device(o.device):
+        _merge[triton.cdiv(seq, ROWS), heads, batch](
+            *(o, lse, part, part_lse, out),
+            *(*o.stride()[:3], *lse.stride()[:2], *part.stride()[:3], *part_lse.stride()[:2]),
+            *out.stride()[:3],
+            seq,
+            head_dim,
+            DIM=triton.next_power_of_2(head_dim),
+            ROWS=ROWS,
+        )
+
+
+@triton.jit
+def _merge(
+    o,
+    lse,
+    part,
+    part_lse,
+    out,
+    o_batch,
+    o_head,
+    o_row,
+    lse_batch,
+    lse_head,
+    part_batch,
+    part_head,
+    part_row,
+    part_lse_batch,
+    part_lse_head,
+    out_batch,
+    out_head,
+    out_row,
+    seq,
+    head_dim,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    batch, head = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)[None, :]
+    is_row = row < seq
+    is_element = is_row[:, None] & (d < head_dim)
+
+    lse += batch * lse_batch + head * lse_head + row
+    part_lse += batch * part_lse_batch + head * part_lse_head + row
+    lse_1, lse_2 = tl.load(lse, is_row, 0.0), tl.load(part_lse, is_row, 0.0)
+    weight = tl.sigmoid(lse_2 - lse_1)[:, None]  # of the part
+
+    o += batch * o_batch + head * o_head + row[:, None] * o_row + d
+    part += batch * part_batch + head * part_head + row[:, None] * part_row + d
+    out += batch * out_batch + head * out_head + row[:, None] * out_row + d
+    o_1, o_2 = tl.load(o, is_element).to(tl.float32), tl.load(part, is_element).to(tl.float32)
+    tl.store(out, o_1 + (o_2 - o_1) * weight, is_element)
+
+    larger = tl.maximum(lse_1, lse_2)
+    lse_of_both = larger + tl.log(tl.exp(lse_1 - larger) + tl.exp(lse_2 - larger))
+    tl.store(lse, lse_of_both, is_row)

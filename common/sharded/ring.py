@@ -1,0 +1,376 @@
+"""Ring attention: each rank keeps its queries, and the keys and values travel.
+
+A rank's O is a weighted mean of the parts that its queries have of each rank's keys, by the parts'
+lse. Its dQ is a sum of such parts, and so are dK and dV, which travel behind K and V and come home
+complete. In each of the P steps of the ring a rank computes one part, while the keys arrive that it
+needs next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from ..operation import BACKWARD, FORWARD, Operation
+from ..operator import highest_step
+from ..runtime.backend import Backend, Call, empty_outputs, specialization
+from .merge import merge
+from .order import held_lengths
+from .transport import Lane, Transport
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a call: as for attention()."""
+
+    causal: bool
+    softmax_scale: float
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank has told of its q, k and v."""
+
+    seq_q: int
+    seq_k: int
+    transposed: bool  # k and v are stored [batch, seq, heads, head_dim]
+
+    def dense(self, t: Tensor) -> Tensor:
+        """k or v, or what lies like them, as a contiguous tensor."""
+        return t.transpose(1, 2) if self.transposed else t
+
+    def empty_like(self, t: Tensor) -> Tensor:
+        """What lies like this shard's keys, where t is another one's."""
+        batch, heads, _, head_dim = t.shape
+        axes = (self.seq_k, heads) if self.transposed else (heads, self.seq_k)
+        return self.dense(t.new_empty(batch, *axes, head_dim))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank computes in a step of the ring: some of its queries on some of a rank's keys."""
+
+    first_query: int
+    keys: slice
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The shards of a call, by rank, and the way from rank to rank."""
+
+    transport: Transport
+    shards: tuple[Shard, ...]
+    options: Options
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        return self.transport.size
+
+    def origin(self, step: int) -> int:
+        """Whose keys the rank has in a step; its own, again, in step P."""
+        return (self.rank - step) % self.size
+
+    def first_chunk(self, rank: int) -> int:
+        """How long the first of a rank's two chunks is."""
+        seq = sum(shard.seq_k for shard in self.shards)
+        return held_lengths(seq, self.size, rank)[0]
+
+    def part(self, step: int) -> Part:
+        """With a causal mask, of the rank's chunks r and 2 P - 1 - r, and the keys' o and
+        2 P - 1 - o: where o < r, both see chunk o only; where o > r, the second sees both.
+        """
+        origin = self.origin(step)
+        if not self.options.causal or origin == self.rank:
+            return Part(0, ALL, self.options.causal)
+        if origin < self.rank:
+            return Part(0, slice(self.first_chunk(origin)), causal=False)
+        return Part(self.first_chunk(self.rank), ALL, causal=False)
+
+    def query_chunks(self) -> list[tuple[slice, int]]:
+        """The rank's queries, and of how many parts their O is the mean."""
+        seq = self.shards[self.rank].seq_q
+        if not self.options.causal:
+            return [(slice(0, seq), self.size)]
+        first = self.first_chunk(self.rank)
+        return [(slice(0, first), 1 + self.rank), (slice(first, seq), self.size)]
+
+    def lane(self, q: Tensor, k: Tensor, products: float, itemsize: int) -> Lane:
+        """For two tensors like the keys, while a part takes so many matrix products."""
+        seq_q = max(shard.seq_q for shard in self.shards)
+        seq_k = max(shard.seq_k for shard in self.shards)
+        batch, heads, _, head_dim = q.shape
+        flops = products * 2 * batch * heads * seq_q * seq_k * head_dim
+        message_bytes = batch * k.shape[1] * seq_k * head_dim * itemsize
+        return self.transport.lane(2, message_bytes, flops / 2 if self.options.causal else flops)
+
+    def pass_on(
+        self, lane: Lane, step: int, keys: Sequence[Tensor], sums: Sequence[Tensor] = ()
+    ) -> Callable[[], tuple[list[Tensor], list[Tensor]]]:
+        """Starts to send the keys of a step, and the sums of the step before, to the next rank.
+
+        The function that it returns waits, on the current stream, for what arrives: the keys of the
+        next step, and the sums that belong to the keys of this one.
+        """
+        before, here, following = (self.shards[self.origin(step + i)] for i in (-1, 0, 1))
+        arriving_keys = [following.empty_like(t) for t in keys]
+        arriving_sums = [here.empty_like(t) for t in sums]
+        wait = lane.pass_on(
+            [here.dense(t) for t in keys] + [before.dense(t) for t in sums],
+            [following.dense(t) for t in arriving_keys] + [here.dense(t) for t in arriving_sums],
+        )
+
+        def arrive() -> tuple[list[Tensor], list[Tensor]]:
+            wait()
+            return arriving_keys, arriving_sums
+
+        return arrive
+
+
+class RingAttention(Function):
+    """o and lse of the rank's queries. k and v lie as its Shard says."""
+
+    @staticmethod
+    def forward(ctx, ring: Ring, q: Tensor, k: Tensor, v: Tensor):
+        o, lse = _forward(ring, q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.ring = ring
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # of lse they would be zeros that nobody reads
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout: Tensor, _):
+        ring, agreement = ctx.ring, ctx.ring.transport.agreement
+        agreement.require_same({"pass": "backward", "seq": sum(each.seq_k for each in ring.shards)})
+        with agreement.telling():
+            return None, *_backward(ring, *ctx.saved_tensors, dout)
+
+
+def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    mean = _Mean(ring.query_chunks(), *empty_outputs(FORWARD, (q, k, v)))
+    lane = ring.lane(q, k, FORWARD.products, k.itemsize)
+    keys = [k, v]
+    for step in range(ring.size):
+        arrive = ring.pass_on(lane, step, keys) if step < ring.size - 1 else None
+        part = ring.part(step)
+        inputs = (q[:, :, part.first_query :], *(t[:, :, part.keys] for t in keys))
+        if inputs[0].shape[2]:
+            outputs = (mean.o, mean.lse) if step == 0 else empty_outputs(FORWARD, inputs)
+            _launch(ring, FORWARD, inputs, outputs, part.causal, lane.sms if arrive else 0)
+            if step > 0:
+                mean.add(part.first_query, *outputs)
+        if arrive:
+            keys, _ = arrive()
+    return mean.o, mean.lse
+
+
+class _Mean:
+    """Of a rank's parts, by lse. o and lse are at first those of one part; o is complete when all
+    parts have been added, and until then the mean is kept in float32.
+    """
+
+    def __init__(self, chunks: list[tuple[slice, int]], o: Tensor, lse: Tensor) -> None:
+        self.o, self.lse = o, lse
+        self._chunks = chunks
+        self._added = [1] * len(chunks)
+        is_kept = any(parts > 2 for _, parts in chunks)
+        self._kept = torch.empty_like(o, dtype=torch.float32) if is_kept else o
+
+    def add(self, first_query: int, o: Tensor, lse: Tensor) -> None:
+        """A part, which has the queries from that one on."""
+        for i, (rows, parts) in enumerate(self._chunks):
+            if rows.start < first_query or rows.start == rows.stop:
+                continue
+            self._added[i] += 1
+            its_rows = slice(rows.start - first_query, rows.stop - first_query)
+            merge(
+                (self.o if self._added[i] == 2 else self._kept)[:, :, rows],
+                self.lse[:, :, rows],
+                o[:, :, its_rows],
+                lse[:, :, its_rows],
+                out=(self.o if self._added[i] == parts else self._kept)[:, :, rows],
+            )
+
+
+def _backward(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, dout: Tensor
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv. The part of the rank's own keys is computed in halves: the first while the
+    keys of step 1 arrive, the second at the end, while the sums that belong to its own keys do.
+    """
+    if dout.stride() != o.stride():
+        dout = torch.empty_like(o).copy_(dout)
+    inputs = (q, k, v, o, lse, dout)
+    dq, dk, dv = gradients = empty_outputs(BACKWARD, inputs)
+    first_half, *rest = _halves(q, k)
+    # Beside a half travel K and V, or the sums of dK and dV, which of several parts are in float32.
+    sums_itemsize = k.itemsize if ring.size == 2 else torch.float32.itemsize
+    lane = ring.lane(q, k, BACKWARD.products / 2, sums_itemsize)
+    others = _QuerySum(ring.size)
+    keys, sums = [k, v], []  # of dk and dv, of those keys' ranks so far
+    for step in range(ring.size + 1):
+        sent_keys = keys if step < ring.size - 1 else []
+        arrive = ring.pass_on(lane, step, sent_keys, sums) if sent_keys or sums else None
+        if step == 0:
+            _launch_half(ring, first_half, inputs + gradients)
+        elif step < ring.size:
+            part = ring.part(step)
+            of_queries, of_keys = _part_gradients(ring, part, inputs, keys)
+            others.add(part.first_query, of_queries)
+        else:
+            for half in rest:
+                _launch_half(ring, half, inputs + gradients)
+        keys, arrived = arrive() if arrive else ([], [])
+        if 0 < step < ring.size:
+            sums = _add_part(arrived, of_keys, part)
+    others.add_to(dq)
+    for gradient, total in zip((dk, dv), arrived, strict=True):
+        gradient.add_(total)
+    return gradients
+
+
+def _halves(q: Tensor, k: Tensor) -> list[dict[str, tuple[slice, slice]]]:
+    """Two halves of a call, of the heads or of the batch, by the name of an operand's second axis;
+    or, of one sequence with one head of keys, the whole.
+    """
+    batch, kv_heads = k.shape[:2]
+    if kv_heads > 1:
+        half, group = kv_heads // 2, q.shape[1] // kv_heads
+        cuts = [(slice(half), slice(half * group)), (slice(half, None), slice(half * group, None))]
+        return [{"kv_heads": (ALL, its_keys), "heads": (ALL, its)} for its_keys, its in cuts]
+    if batch > 1:
+        cuts = [slice(batch // 2), slice(batch // 2, None)]
+        return [dict.fromkeys(("kv_heads", "heads"), (half, ALL)) for half in cuts]
+    return [dict.fromkeys(("kv_heads", "heads"), (ALL, ALL))]
+
+
+def _launch_half(
+    ring: Ring, half: dict[str, tuple[slice, slice]], tensors: Sequence[Tensor]
+) -> None:
+    """Gradients of the rank's queries on its own keys."""
+    operands = zip(BACKWARD.operands, tensors, strict=True)
+    cut = [t[half[operand.axes[1]]] for operand, t in operands]
+    count = len(BACKWARD.inputs)
+    _launch(ring, BACKWARD, cut[:count], cut[count:], ring.options.causal)
+
+
+def _part_gradients(
+    ring: Ring, part: Part, inputs: Sequence[Tensor], keys: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """dq of the part's queries; dk and dv of all these keys, 0 for those that the part lacks."""
+    q, _, _, o, lse, dout = (t[:, :, part.first_query :] for t in inputs)
+    of_queries, of_keys = torch.empty_like(q), [torch.empty_like(t) for t in keys]
+    seen = [t[:, :, part.keys] for t in of_keys]
+    if q.shape[2]:
+        seen_keys = [t[:, :, part.keys] for t in keys]
+        cut = (q, *seen_keys, o, lse, dout)
+        _launch(ring, BACKWARD, cut, (of_queries, *seen), part.causal)
+    else:
+        part = Part(0, slice(0), causal=False)
+    if part.keys.stop is not None:
+        for t in of_keys:
+            t[:, :, part.keys.stop :].zero_()
+    return of_queries, of_keys
+
+
+def _add_part(arrived: Sequence[Tensor], of_keys: list[Tensor], part: Part) -> list[Tensor]:
+    """The sums of dk and dv with another part's, in float32 as soon as there are two."""
+    if not arrived:
+        return of_keys
+    sums = [t.float() for t in arrived]
+    for total, t in zip(sums, of_keys, strict=True):
+        total[:, :, part.keys].add_(t[:, :, part.keys])
+    return sums
+
+
+class _QuerySum:
+    """dq, summed over the keys of other ranks: of two parts or more in float32.
+
+    The first part has all queries that any part has.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._is_only_one = ranks == 2
+        self._first_query = 0
+        self._sum: Tensor | None = None
+
+    def add(self, first_query: int, part: Tensor) -> None:
+        if self._sum is None:
+            self._first_query = first_query
+            self._sum = part if self._is_only_one else part.float()
+        else:
+            self._sum[:, :, first_query - self._first_query :].add_(part)
+
+    def add_to(self, dq: Tensor) -> None:
+        dq[:, :, self._first_query :].add_(self._sum)
+
+
+def _launch(
+    ring: Ring,
+    operation: Operation,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    causal: bool,
+    busy_sms: int = 0,
+) -> None:
+    """The step that attention() takes, on all SMs but those.
+
+    Forward's steps share the work out among their blocks beforehand, so that one that had to wait
+    for an SM, while tensors travel, would end as much later than all others. Backward's take it
+    from a counter: such a block takes less.
+    """
+    options = ring.options
+    operands = zip(operation.inputs, inputs, strict=True)
+    inputs = [t if operand.strided else t.contiguous() for operand, t in operands]
+    q = inputs[0]
+    call = _prepared(
+        operation, q.device, busy_sms, q.shape[3], q.dtype, causal, options.deterministic
+    )
+    if call((*inputs, *outputs), (options.softmax_scale,)) is None:  # because of how rows lie
+        backend = _backend(q.device, busy_sms)
+        step = highest_step(backend, operation, inputs, causal, options.deterministic)
+        backend.launch(step, *inputs, *outputs, causal=causal, softmax_scale=options.softmax_scale)
+
+
+@cache
+def _prepared(
+    operation: Operation,
+    device: torch.device,
+    busy_sms: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    deterministic: bool,
+) -> Call:
+    """The highest step that runs such inputs, if their rows lie as it asks for."""
+    backend = _backend(device, busy_sms)
+    like = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
+    step = highest_step(backend, operation, [like], causal, deterministic, as_they_lie=False)
+    return backend.prepare(step, specialization([like], causal))
+
+
+@cache
+def _backend(device: torch.device, busy_sms: int) -> Backend:
+    if device.type == "cpu":
+        from ..runtime.cpu import CpuBackend
+
+        return CpuBackend()
+    from ..runtime.gpu import GpuBackend
+
+    backend = GpuBackend(device)
+    backend.multiprocessors -= busy_sms
+    return backend
