@@ -35,6 +35,7 @@ def _main(arguments: list[str] | None) -> int:
     bench.add_argument("--distributions", action="store_true", help="on many kinds of inputs")
     bench.add_argument("--latency", action="store_true", help="what small calls cost")
     bench.add_argument("--training", action="store_true", help="what training takes")
+    bench.add_argument("--gpus", type=int, help="one sequence over so many GPUs")
     pictures = commands.add_parser("pictures", help="what heads look at, and what steps err")
     pictures.add_argument("names", nargs="*", metavar="STEP")
     commands.add_parser("train", help="train a GPT on attention() and on torch's")
@@ -80,6 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         bench_distributions,
         bench_grid,
         bench_latency,
+        bench_sharded,
         bench_training,
         pictures,
         profile,
@@ -97,6 +99,8 @@ def _run(options: argparse.Namespace) -> int:
         return train()
     if options.latency:
         return bench_latency()
+    if options.gpus is not None:
+        return bench_sharded(options.gpus)
     if options.training:
         return bench_training()
     if options.distributions:

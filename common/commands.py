@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,9 @@ from .records import (
     HEADLINE_GPU,
     PICTURES_FILE,
     PROFILES_DIR,
+    SHARDED_FILE,
     gpu_folder,
+    gpus_folder,
     is_stale,
     read_record,
     write_atomically,
@@ -203,6 +206,26 @@ def train() -> int:
     losses = try_training()
     print(f"{terminal.losses(losses)}\n\nNothing is recorded, as there is no CUDA device.")
     require_agreement(TINY_PLAN, losses)
+    return 0
+
+
+def bench_sharded(gpus: int) -> int:
+    """Measures attention over several GPUs of this host, by a process for each under torchrun."""
+    _require_gpu()
+    if not 2 <= gpus <= torch.cuda.device_count():
+        raise UsageError(
+            f"GPUS={gpus}: give a number of GPUs from 2 to {torch.cuda.device_count()}, "
+            "those that are here"
+        )
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
+    ended = subprocess.run([sys.executable, "-m", *launcher, "-m", "common.bench.sharded"])
+    if ended.returncode:
+        return 1
+    device = torch.cuda.get_device_name()
+    path = PROFILES_DIR / gpus_folder(device, gpus) / SHARDED_FILE
+    print(f"recorded {path.relative_to(ROOT)}")
+    print(tables.sharded(load_record_set(PROFILES_DIR / gpu_folder(device), ROOT)))
+    _report_regenerated()
     return 0
 
 

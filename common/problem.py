@@ -142,3 +142,12 @@ LATENCY = {
     f"n{seq}{'_causal' if causal else ''}": Problem(Shape(1, 16, 16, seq, seq, 128), "bf16", causal)
     for seq, causal in product((128, 256, 512, 1024), (False, True))
 }
+# One sequence over several GPUs: 16 heads of their own keys, and Llama 3's 64 query heads on 8.
+SHARDED = {
+    f"h{heads}{'_causal' if causal else ''}_{seq}": Problem(
+        Shape(1, heads, kv_heads, seq, seq, 128), "bf16", causal
+    )
+    for seq, (heads, kv_heads), causal in product(
+        (32768, 65536, 131072, 1048576), ((16, 16), (64, 8)), (False, True)
+    )
+}

@@ -30,6 +30,14 @@ CACHES = (
 NAIVE = "sdpa_math"  # of the peers, torch's unfused code, which holds all scores
 FA3 = "flash_attention_3"  # of the peers, the one whose speed others are shares of
 FA3_DETERMINISTIC = "flash_attention_3_deterministic"  # its backward with the sums in one order
+RING = "ring"  # attention() of sharded/, beside its other way, one GPU and torch's
+SHARDED_ATTENTIONS = (
+    RING,
+    "ulysses",
+    "one_gpu",
+    "context_parallel_allgather",
+    "context_parallel_alltoall",
+)
 EACH = object()  # stands for all keys of a dict that the form does not name
 
 
@@ -388,6 +396,34 @@ TRAINING_SPEED_RECORD = {
     "sources": _some({EACH: _CODE}),
     "models": {EACH: str},
     "workloads": dict(zip(WORKLOADS, (_LAYER, _TRAINING_STEP, _TRAINING_STEP), strict=True)),
+}
+
+
+_OVER_GPUS = {"route": str, **_TIMED, "tflops": _positive}
+_RING = {
+    **_OVER_GPUS,
+    "communication": {"ms": _positive, "hidden": _share},
+    "host_ms": _positive,
+    "differences": {EACH: _not_negative},
+}
+_OVER_GPUS_OF_OPERATION = {
+    "flops": _count,
+    "attentions": {
+        **dict.fromkeys(SHARDED_ATTENTIONS, AnyOf([{"missing": str}, _OVER_GPUS])),
+        RING: _RING,
+    },
+}
+_BY_OPERATION = (FORWARD.name, BACKWARD.name)
+_INTERVALS = _some([{"what": str, "start_us": _not_negative, "end_us": _positive}])
+SHARDED_RECORD = {
+    "device": str,
+    "gpus": _count,
+    "dtype": str,
+    "sources": _some({EACH: _CODE}),
+    "sharded": {EACH: str},
+    "link": _some([{"blocks": _count, "bytes": _count, "gb_per_s": _positive}]),
+    "cells": _some([{**_CELL, **dict.fromkeys(_BY_OPERATION, _OVER_GPUS_OF_OPERATION)}]),
+    "timelines": dict.fromkeys(_BY_OPERATION, _some([_INTERVALS])),  # by rank
 }
 
 

@@ -8,7 +8,8 @@ was of the same sources; timelines/vNN.json has the clocks of a pipeline (timeli
 is what small calls cost (latency.py), pictures.json what heads look at and what attention() errs
 (pictures.py), train.json how a model was trained on attention() (train.py),
 whose q, k and v are in trained.npz, and training_speed.json what training takes
-(training_speed.py); profiles/static/vNN.json is what is known without a GPU (static_analysis.py).
+(training_speed.py), and in profiles/<gpu>x2/ sharded.json what attention over two GPUs takes
+(sharded.py); profiles/static/vNN.json is what is known without a GPU (static_analysis.py).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ TRAIN_FILE = "train.json"
 PICTURES_FILE = "pictures.json"
 TRAINED_FILE = "trained.npz"  # of common/trained_inputs.py
 TRAINING_SPEED_FILE = "training_speed.json"
+SHARDED_FILE = "sharded.json"  # in the folder of several GPUs
 
 # The files whose code a repeated call of attention() runs on the host.
 _HOST_FILES = (
@@ -55,6 +57,18 @@ _HOST_FILES = (
 _PICTURES_FILES = ("bench/pictures.py",)
 # The files that say what a training step is.
 _MODEL_FILES = ("bench/gpt.py", "bench/llama.py", "bench/trainer.py")
+# The files whose code a call over several GPUs runs.
+_SHARDED_FILES = (
+    "ring_lanes.py",
+    "sharded/__init__.py",
+    "sharded/agreement.py",
+    "sharded/merge.py",
+    "sharded/merge_kernel.py",
+    "sharded/order.py",
+    "sharded/ring.py",
+    "sharded/transport.py",
+    "sharded/ulysses.py",
+)
 
 _VENDORS = {"nvidia"}
 _MEMORY = re.compile(r"\b\d+gb hbm\w*")
@@ -67,6 +81,11 @@ def gpu_folder(device: str) -> str:
     """
     words = re.findall(r"[a-z0-9]+", _MEMORY.sub("", device.lower()))
     return "_".join(word for word in words if word not in _VENDORS)
+
+
+def gpus_folder(device: str, gpus: int) -> str:
+    """The folder of the records of several GPUs of a kind: "h200x2"."""
+    return f"{gpu_folder(device)}x{gpus}"
 
 
 def grid_file(operation: Operation) -> str:
@@ -87,6 +106,11 @@ def host_hashes() -> dict[str, str]:
 def model_hashes() -> dict[str, str]:
     """SHA-256 of the code of the models and of their training step, by path in common/."""
     return _hashes(_MODEL_FILES)
+
+
+def sharded_hashes() -> dict[str, str]:
+    """SHA-256 of the code that shards attention over GPUs, by path in common/."""
+    return _hashes(_SHARDED_FILES)
 
 
 def picture_hashes() -> dict[str, str]:
