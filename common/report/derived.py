@@ -14,8 +14,10 @@ from ..metrics import (
     spill_bytes,
 )
 from ..operation import operation_of
-from ..record_schema import FA3, NUMBER, OURS
+from ..record_schema import FA3, NUMBER, OURS, RING, SHARDED_ATTENTIONS
 
+# Beside the ring: our other way, one GPU with the whole problem, and torch's ways.
+_, ULYSSES, ONE_GPU, *CONTEXT_PARALLEL = SHARDED_ATTENTIONS
 BANK_COUNTS = ("accesses", "ideal", "wavefronts")
 # What the steps are limited by, in the order in which they meet it: shares of a peak by column.
 LIMITS = {
@@ -119,6 +121,20 @@ def speeds_over_peers(workload: dict) -> dict[str, float]:
         name: each["time_ms"] / ours_ms
         for name, each in attentions.items()
         if name != OURS and "time_ms" in each
+    }
+
+
+def ring_ratios(attentions: dict[str, dict], gpus: int) -> dict[str, float | None]:
+    """Of an operation in a cell of attention over several GPUs: the ring's speed over as many times
+    one GPU's, and over the faster of torch's ways; None where those are missing.
+    """
+    ring_ms = attentions[RING]["time_ms"]
+    whole_ms = attentions[ONE_GPU].get("time_ms")
+    torch_ms = [attentions[name].get("time_ms") for name in CONTEXT_PARALLEL]
+    fastest_ms = min((ms for ms in torch_ms if ms), default=None)
+    return {
+        "of_ideal": whole_ms / (gpus * ring_ms) if whole_ms else None,
+        "over_context_parallel": fastest_ms / ring_ms if fastest_ms else None,
     }
 
 

@@ -17,6 +17,10 @@
     v06.banks.ldmatrix_x4.conflicts
     train.ours.loss, train.sdpa.ms_per_step              of the training on attention(), on torch's
     training_speed.llama.ours.time_ms                    of a workload on attention() or a peer
+    sharded_x2.h16_causal_131072.forward.ring.time_ms    of attention over two GPUs; likewise
+                                                         ...ring.communication.hidden and, of
+                                                         derived.ring_ratios, ...ring.of_ideal
+    sharded_x2.link.4.512                GB/s each way, of 4 of NCCL's blocks and 512 MiB
 
 A dotted path walks through the record's JSON and the numbers derived from it; "sass" and "banks"
 lead to the static record of the step or experiment. What has no record, or one whose source has
@@ -32,9 +36,9 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS
-from ..problem import DISTRIBUTIONS
-from ..record_schema import SHARES, WORKLOADS
-from .derived import derived, static_derived
+from ..problem import DISTRIBUTIONS, SHARDED
+from ..record_schema import RING, SHARES, WORKLOADS
+from .derived import derived, ring_ratios, static_derived
 from .record_set import NOT_MEASURED, STALE, RecordSet, Whole
 
 _TOKEN = re.compile(r"\s*([a-z_][\w.]*|\d+(?:\.\d+)?|[-+*/()])\s*")
@@ -45,6 +49,9 @@ _PEERS = {operation.named("peers"): operation for operation in OPERATIONS.values
 _CELLS = {each.named("grid"): (each, each.grid) for each in OPERATIONS.values()} | {
     "distributions": (FORWARD, DISTRIBUTIONS)
 }
+_SHARDED = re.compile(r"sharded_x(\d+)")
+_BY_OPERATION = [operation.name for operation in OPERATIONS.values()]
+_MIB = 1 << 20
 _TIMES = {"time_ms", "time_p25_ms", "time_p75_ms", "tflops", "ms_per_step"}
 
 
@@ -147,6 +154,8 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
         return _training_number(record_set.training, keys, text)
     if name == "training_speed":
         return _speed_number(record_set.training_speed, keys, text)
+    if several := _SHARDED.fullmatch(name):
+        return _sharded_number(record_set.sharded.get(int(several[1])), keys, text)
     sources, recorded, derive = record_set.steps, record_set.measured, derived
     if name == "experiments" and keys:
         name = keys.pop(0)
@@ -204,6 +213,32 @@ def _speed_number(speed: Whole | None, keys: list[str], text: str) -> _Value:
         raise _Unavailable(STALE)
     measured = speed and speed.record["workloads"][workload]
     return _walk(measured, lambda workload: workload["attentions"], keys, text)
+
+
+def _sharded_number(sharded: Whole | None, keys: list[str], text: str) -> _Value:
+    if len(keys) < 3:
+        example = "sharded_x2.h16_causal_131072.forward.ring.time_ms"
+        raise UsageError(f"'{text}' does not read like '{example}' or 'sharded_x2.link.4.512'")
+    what, operation, *rest = keys
+    _require(what, ["link", *SHARDED], text)
+    if what != "link":
+        _require(operation, _BY_OPERATION, text)
+    if sharded is None or sharded.stale:
+        raise _Unavailable(STALE if sharded else NOT_MEASURED)
+    record = sharded.record
+    if what == "link":
+        by_blocks: dict[str, dict] = {}
+        for each in record["link"]:
+            by_bytes = by_blocks.setdefault(str(each["blocks"]), {})
+            by_bytes[f"{each['bytes'] / _MIB:g}"] = each["gb_per_s"]
+        return _walk(by_blocks, lambda _: {}, [operation, *rest], text)
+    cell = next((cell for cell in record["cells"] if cell["name"] == what), None)
+    if cell is None:
+        raise _Unavailable(NOT_MEASURED)
+    measured, attentions = cell[operation], cell[operation]["attentions"]
+    ring = attentions[RING] | ring_ratios(attentions, record["gpus"])
+    found = {"run": cell["run"], "flops": measured["flops"], **attentions, RING: ring}
+    return _walk(found, lambda _: {}, rest, text)
 
 
 def _walk(

@@ -6,12 +6,13 @@ Generated text stands between HTML comments, which render invisibly:
                                                   forward ladder
     <!-- table: results b -->…<!-- end -->        any of these, of the ladder with this letter
     <!-- table: latency -->…<!-- end -->          or decoding, pictures, distributions,
-                                                  training_speed
+                                                  training_speed, sharded, sharded_model: the last
+                                                  two of the records of several such GPUs
     <!-- table: counters v04 -->…<!-- end -->     or resources, experiments: those of a step
     <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers and grid of any ladder,
-                                                  distributions, latency and training_speed, of
-                                                  the records in profiles/h100, which need not be
-                                                  there
+                                                  distributions, latency, training_speed and
+                                                  sharded, of the records in profiles/h100, which
+                                                  need not be there
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
 They show the H200's records and the static ones unless told. In the results table those of any
@@ -34,7 +35,8 @@ from . import diagrams, tables
 from .expressions import evaluate
 from .page import render_page
 from .plots import render_plots
-from .record_set import NOT_MEASURED, Ladder, RecordSet, load_record_set
+from .record_set import NOT_MEASURED, Ladder, RecordSet, load_record_set, single_gpus
+from .ring_timeline import render_ring_timeline
 from .timeline_plot import render_timelines
 
 PAGE = "docs/index.html"
@@ -57,6 +59,8 @@ REQUIRED_TABLES = {
         "peers b",
         "grid b",
         "training_speed",
+        "sharded",
+        "sharded_model",
     ),
 }
 
@@ -78,7 +82,7 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
     """
     require_well_formed()
     profiles_dir = root / "profiles"
-    folders = {path for path in profiles_dir.glob("*") if path.is_dir()} - {
+    folders = single_gpus(path for path in profiles_dir.glob("*") if path.is_dir()) - {
         profiles_dir / HEADLINE_GPU,
         profiles_dir / STATIC,
     }
@@ -96,6 +100,9 @@ def regenerate(root: Path = ROOT, *, check: bool = False) -> list[str]:
         contents |= {one.folder / name: svg for name, svg in render_plots(one).items()}
         timelines = render_timelines(one.timelines)
         contents |= {one.folder / "timelines" / name: svg for name, svg in timelines.items()}
+        for gpus, whole in one.sharded.items():
+            of_ranks = render_ring_timeline(whole)
+            contents |= {one.folder_of(gpus) / name: svg for name, svg in of_ranks.items()}
     figures = diagrams.figures()
     contents |= {root / "figures" / name: svg for name, svg in figures.items()}
     if worklog := contents.get(root / "worklog.md"):
@@ -229,6 +236,8 @@ GPU_TABLES = {
     "decoding": tables.decoding,
     "pictures": tables.pictures,
     "training_speed": tables.training_speed,
+    "sharded": tables.sharded,
+    "sharded_model": tables.sharded_model,
 }
 STEP_TABLES = {
     "resources": tables.resources,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ..record_schema import (
     LATENCY_RECORD,
     PICTURES_RECORD,
     RECORD,
+    SHARDED_RECORD,
     SHARES,
     STATIC_RECORD,
     TIMELINE_RECORD,
@@ -28,6 +30,7 @@ from ..records import (
     DISTRIBUTIONS_FILE,
     LATENCY_FILE,
     PICTURES_FILE,
+    SHARDED_FILE,
     STATIC,
     TRAIN_FILE,
     TRAINING_SPEED_FILE,
@@ -39,6 +42,7 @@ from ..records import (
     previous_path,
     read_record,
     read_records,
+    sharded_hashes,
 )
 from ..step import Step, read_step
 from ..text import label
@@ -128,6 +132,11 @@ class RecordSet:
     pictures: Whole | None
     training: Whole | None
     training_speed: Whole | None
+    sharded: dict[int, Whole]  # by how many GPUs, in the folders of so many
+
+    def folder_of(self, gpus: int) -> Path:
+        """That of several GPUs of this kind."""
+        return self.folder.with_name(f"{self.folder.name}x{gpus}")
 
     @property
     def distributions(self) -> Cells | None:
@@ -189,7 +198,16 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
         training_speed=_load_whole(
             folder / TRAINING_SPEED_FILE, TRAINING_SPEED_RECORD, steps, models=model_hashes()
         ),
+        sharded=_load_sharded(folder, steps),
     )
+
+
+def single_gpus(folders: Iterable[Path]) -> set[Path]:
+    """The folders of record sets: in the place of one of several GPUs, that of one of them."""
+    return {
+        folder.with_name(several["gpu"]) if (several := _of_several(folder)) else folder
+        for folder in folders
+    }
 
 
 def _patches(folder: Path) -> tuple[Patch, ...]:
@@ -233,6 +251,24 @@ def _load_whole(
         return None
     changed = any(record[key] != hashes for key, hashes in of_now.items())
     return Whole(record, stale=changed or bool(_stale(record["sources"], steps)))
+
+
+def _load_sharded(folder: Path, steps: Sequence[Step]) -> dict[int, Whole]:
+    """By how many GPUs, in order; those of a GPU whose folder is this one, which need not exist."""
+    found = {}
+    for path in folder.parent.glob(f"{folder.name}x*"):
+        several = _of_several(path)
+        if several and several["gpu"] == folder.name:
+            found[int(several["gpus"])] = _load_whole(
+                path / SHARDED_FILE, SHARDED_RECORD, steps, sharded=sharded_hashes()
+            )
+    return dict(sorted(found.items()))
+
+
+def _of_several(folder: Path) -> re.Match | None:
+    """The name of a folder with a record of several GPUs, as records.gpus_folder() makes it."""
+    has_record = (folder / SHARDED_FILE).is_file()
+    return re.fullmatch(r"(?P<gpu>.+)x(?P<gpus>\d+)", folder.name) if has_record else None
 
 
 def _baseline_is_current(baseline: dict | None, steps: Sequence[Step]) -> bool:

@@ -10,21 +10,27 @@ from itertools import chain, compress
 from typing import Any
 
 from ..metrics import num_conflicts, smem_bytes, spill_bytes
-from ..operation import operation_of
+from ..operation import OPERATIONS, operation_of
+from ..problem import SHARDED
 from ..quiet import quiet_turns
-from ..record_schema import CACHES, FA3, NAIVE, NUMBER, SHARES
+from ..record_schema import CACHES, FA3, NAIVE, NUMBER, RING, SHARES
 from .derived import (
+    ONE_GPU,
+    ULYSSES,
     derived,
     peer_ratios,
     readable,
+    ring_ratios,
     speeds_over_peers,
     static_derived,
     top_stalls,
 )
 from .record_set import NOT_MEASURED, STALE, Ladder, RecordSet
+from .ring_model import machine_of, predict
 
 Row = dict[str, Any]
 
+MODELLED_GPUS = (2, 4, 8, 64)  # for which the time of a ring is predicted
 GROWS = 3  # memory that more than triples when the sequence doubles holds all scores
 
 
@@ -280,6 +286,86 @@ def training_speed(record_set: RecordSet) -> list[Row]:
                 row["loss"] = each["losses"][-1]
             rows.append(row)
     return rows
+
+
+def sharded(record_set: RecordSet, gpus: int) -> list[Row]:
+    """A row for each cell and operation over so many GPUs; None is missing, and missing says why.
+
+    of_ideal and over_context_parallel are those of derived.ring_ratios().
+    """
+    whole = record_set.sharded.get(gpus)
+    if whole is None or whole.stale:
+        return []
+    keys = ("name", "seq", "heads", "kv_heads", "causal")
+    rows = []
+    for cell in whole.record["cells"]:
+        for operation in OPERATIONS.values():
+            attentions = cell[operation.name]["attentions"]
+            ring = attentions[RING]
+            rows.append(
+                {
+                    **{key: cell[key] for key in keys},
+                    "operation": operation.name,
+                    "time_ms": ring["time_ms"],
+                    "tflops": ring["tflops"],
+                    **ring_ratios(attentions, gpus),
+                    "ulysses_ms": attentions[ULYSSES].get("time_ms"),
+                    "hidden": ring["communication"]["hidden"],
+                    "peak_memory_bytes": {
+                        name: attentions[name].get("peak_memory_bytes") for name in (RING, ONE_GPU)
+                    },
+                    "missing": {
+                        name: each["missing"]
+                        for name, each in attentions.items()
+                        if "missing" in each
+                    },
+                }
+            )
+    return rows
+
+
+def sharded_model(record_set: RecordSet) -> list[Row]:
+    """A row for each causal problem and number of GPUs: by operation, the shares of as many times
+    one GPU that ring_model predicts and that were measured, or why they were not.
+
+    It predicts from what the record of the fewest GPUs says of one of them, and of their link.
+    step_ms is how long a GPU computes in a step of the ring.
+    """
+    current = [whole.record for whole in record_set.sharded.values() if not whole.stale]
+    if not current:
+        return []
+    rows = []
+    causal = {name: problem for name, problem in SHARDED.items() if problem.causal}
+    for name, problem in sorted(causal.items(), key=lambda item: item[1].shape.heads):
+        for gpus in MODELLED_GPUS:
+            row: Row = {
+                "seq": problem.shape.seq_q,
+                "heads": problem.shape.heads,
+                "kv_heads": problem.shape.kv_heads,
+                "gpus": gpus,
+                **{key: {} for key in ("predicted", "measured", "step_ms")},
+            }
+            for operation in OPERATIONS.values():
+                share = _share_of_ideal(record_set, gpus, name, operation.name)
+                row["measured"][operation.name] = share
+                if machine := machine_of(current[0], operation, problem, gpus):
+                    prediction = predict(operation, problem, gpus, machine)
+                    row["predicted"][operation.name] = prediction.share
+                    row["step_ms"][operation.name] = 1e3 * prediction.step_s
+            rows.append(row)
+    return rows
+
+
+def _share_of_ideal(record_set: RecordSet, gpus: int, name: str, operation: str) -> float | str:
+    """The ring's measured speed over that of as many GPUs by themselves, or why there is none."""
+    whole = record_set.sharded.get(gpus)
+    if whole is None or whole.stale:
+        return STALE if whole else NOT_MEASURED
+    cell = next((cell for cell in whole.record["cells"] if cell["name"] == name), None)
+    if cell is None:
+        return NOT_MEASURED
+    share = ring_ratios(cell[operation]["attentions"], gpus)["of_ideal"]
+    return "one GPU missing" if share is None else share
 
 
 def resources(record_set: RecordSet, step: str) -> list[Row]:

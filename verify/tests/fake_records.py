@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from common.catalog import all_steps
 from common.operation import BACKWARD, FORWARD, Operation
-from common.problem import DISTRIBUTIONS, TRAINED
-from common.record_schema import CACHES, SDPA
-from common.records import SCHEMA, host_hashes, model_hashes, picture_hashes
+from common.problem import DISTRIBUTIONS, SHARDED, TRAINED
+from common.record_schema import CACHES, SDPA, SHARDED_ATTENTIONS
+from common.records import SCHEMA, host_hashes, model_hashes, picture_hashes, sharded_hashes
 from common.step import Step
 
 # Those that attention() takes where they run; what a record of training has.
@@ -298,6 +298,84 @@ def fake_training_speed(forward: Step, backward: Step) -> dict:
             "layer": workload("layer", {"shape": shape}, {}),
             "gpt": workload("gpt", {"config": config}, {"losses": [6.0, 5.0]}),
             "llama": workload("llama", {"config": config}, {"losses": [6.0, 5.5]}),
+        },
+    }
+
+
+def fake_sharded(gpus: int = 2) -> dict:
+    """The ring takes 10 ms forward, 25 backward: 0.95 of the speed of as many single GPUs.
+
+    Torch's ways take 2 and 1.2 times as long, Ulysses 1.1 times; of the second problem the faster
+    one of torch's is missing, of the third all but the ring.
+    """
+    state = fake_record(V_STEP)["environment"]["before"]
+    missing = {
+        "h16_causal_32768": {},
+        "h16_causal_131072": {"context_parallel_alltoall": "out of memory"},
+        "h64_causal_1048576": dict.fromkeys(SHARDED_ATTENTIONS[1:], "a call takes too long"),
+    }
+    ring_ms = {FORWARD: 10.0, BACKWARD: 25.0}
+    slower = dict(zip(SHARDED_ATTENTIONS, (1, 1.1, 0.95 * gpus, 2, 1.2), strict=True))
+
+    def attentions(operation: Operation, name: str) -> dict:
+        flops = operation.flops(SHARDED[name])
+
+        def outcome(attention: str) -> dict:
+            time_ms = ring_ms[operation] * slower[attention]
+            its_gpus = 1 if attention == "one_gpu" else gpus
+            outcome = {**_outcome(operation, time_ms), "tflops": flops / its_gpus / time_ms / 1e9}
+            del outcome["errors"]
+            return {"route": f"fake, {attention}", **outcome}
+
+        found = {
+            attention: {"missing": missing[name][attention]}
+            if attention in missing[name]
+            else outcome(attention)
+            for attention in SHARDED_ATTENTIONS
+        }
+        found["ring"] |= {
+            "communication": {"ms": 1.0, "hidden": 0.875},
+            "host_ms": 0.5 if operation == FORWARD else 1.5,
+            "differences": {} if missing[name] else {operation.outputs[0].name: 0.003},
+        }
+        return {"flops": flops, "attentions": found}
+
+    def cell(name: str) -> dict:
+        shape = SHARDED[name].shape
+        return {
+            "name": name,
+            "run": f"2000-01-01 {name}",
+            "environment": {"before": state, "after": state},
+            **{key: getattr(shape, key) for key in ("batch", "heads", "kv_heads", "head_dim")},
+            "seq": shape.seq_q,
+            "causal": SHARDED[name].causal,
+            **{each.name: attentions(each, name) for each in (FORWARD, BACKWARD)},
+        }
+
+    def kernels(rank: int, *summed: str) -> list[dict]:
+        found = (("exchange", 0, 900), ("attention", 20, 1800), ("attention", 1802, 3600))
+        found += tuple((what, 3600 + 40 * n, 3640 + 40 * n) for n, what in enumerate(summed))
+        return [
+            {"what": what, "start_us": 3.0 * rank + start, "end_us": 3.0 * rank + end}
+            for what, start, end in found
+        ]
+
+    return {
+        "schema": SCHEMA,
+        "device": "NVIDIA H200",
+        "gpus": gpus,
+        "dtype": "bf16",
+        "sources": {step.name: {"code_sha256": step.code_sha256} for step in (V_STEP, B_STEP)},
+        "sharded": sharded_hashes(),
+        "link": [
+            {"blocks": blocks, "bytes": mib << 20, "gb_per_s": rate * blocks}
+            for mib, rate in ((16, 15.0), (512, 20.0))
+            for blocks in (1, 2, 4)
+        ],
+        "cells": [cell(name) for name in missing],
+        "timelines": {
+            "forward": [kernels(rank, "merge") for rank in range(gpus)],
+            "backward": [kernels(rank, "sum", "sum", "sum") for rank in range(gpus)],
         },
     }
 

@@ -13,6 +13,7 @@ from . import (
     blocks,
     hopper,
     hopper_backward,
+    ring,
     softmax,
 )
 from .svg import files
@@ -32,5 +33,6 @@ def figures() -> dict[str, str]:
         backward_schedule,
         backward_turns,
         backward_order,
+        ring,
     )
     return files({name: one for module in modules for name, one in module.figures().items()})
