@@ -23,7 +23,7 @@ timelines   by operation, of each rank, the GPU's kernels during a call of the r
             TIMELINE
 
 Where a round would take longer than LONG_ROUND_S, the call that tries an attention is its only
-sample.
+sample; the ring's is then made under the profiler.
 """
 
 from __future__ import annotations
@@ -306,15 +306,19 @@ def _measure(
     trials: dict[str, Trial] = {}
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, each in chosen.items():
+        trial, made, refusal = None, (), None
         try:
-            trials[name], made = _try(
+            trial, made = _try(
                 partial(each.call, operation), warms_up=not takes_long, traces=name == RING
             )
         except REFUSALS as error:
             if name == RING:
                 raise
-            outcomes[name] = {"missing": reason(error)}
+            refusal = reason(error)
+        if refusals := [told for told in _gather(refusal) if told]:  # on any rank
+            outcomes[name] = {"missing": refusals[0]}
             continue
+        trials[name] = trial
         if name in (RING, ONE_GPU):
             outputs[name] = made
         del made

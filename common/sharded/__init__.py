@@ -17,7 +17,7 @@ from .agreement import PeerError, agreement_of
 from .order import held_lengths, join_shards, take_shard
 from .ring import Options, Ring, RingAttention, Shard
 from .transport import transport_of
-from .ulysses import HeadExchange, ulysses_attention
+from .ulysses import HeadExchange, Ulysses, UlyssesAttention
 
 __all__ = ["PeerError", "attention", "shard", "unshard"]
 
@@ -69,11 +69,13 @@ def attention(
         UsageError: the inputs are inconsistent or not supported; on all ranks, where they disagree.
             Where one rank alone has invalid inputs, the others raise PeerError.
         PeerError: another rank has failed, and how, or gave no answer within the time-out. Also in
-            the backward pass.
+            the backward pass. After a failure while tensors travelled the group cannot be used
+            again. What NCCL has begun then waits on the GPU, until its watchdog ends the process.
 
-    torch.compile leaves it out of its graphs. Beside its results the ring takes the memory of
-    another rank's k and v, twice, and of o; with three ranks or more also of o in float32, and in
-    the backward pass of dq, dk and dv.
+    torch.compile leaves it out of its graphs. Beside its results the ring takes the memory of two
+    other ranks' k and v, one at hand and one arriving, and of a part of o; in the backward pass of
+    a part of dq, dk and dv, and of the sums of dk and dv, leaving and arriving. With three ranks or
+    more o and the sums are in float32.
     """
     group = _process_group(group)
     agreement = agreement_of(group)
@@ -88,7 +90,7 @@ def attention(
             deterministic=bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
         )
         transposed = all(t.transpose(1, 2).is_contiguous() for t in (k, v))
-        shard = Shard(q.shape[2], k.shape[2], transposed)
+        own = Shard(q.shape[2], k.shape[2], transposed)
         terms = {
             "pass": "forward",
             "device": q.device.type,
@@ -101,25 +103,25 @@ def attention(
             "method": method,
             **asdict(options),
         }
-    all_terms = agreement.require_same(terms, shard=asdict(shard))
+    all_terms = agreement.require_same(terms, shard=asdict(own))
+    call = agreement.count
     shards = tuple(Shard(**theirs["shard"]) for theirs in all_terms)
     if causal:
         _require_zigzag(shards)
     if method == "ulysses":
         _require_divisible(group.size(), heads=q.shape[1], kv_heads=k.shape[1])
+    if group.size() == 1:
+        return functional.attention(q, k, v, **asdict(options), return_lse=return_lse)
     transport = transport_of(group, q.device.type)
-    with agreement.telling():
-        if group.size() == 1:
-            o, lse = functional.attention(q, k, v, **asdict(options), return_lse=True)
-        elif method == "ring":
-            k, v = (t if transposed else t.contiguous() for t in (k, v))
-            o, lse = RingAttention.apply(Ring(transport, shards, options), q, k, v)
-        else:
-            queries, keys = (
-                HeadExchange(transport, lengths, in_zigzag=options.causal)
-                for lengths in zip(*((shard.seq_q, shard.seq_k) for shard in shards), strict=True)
-            )
-            o, lse = ulysses_attention(queries, keys, q, k, v, **asdict(options))
+    if method == "ring":
+        k, v = (t if transposed else t.contiguous() for t in (k, v))
+        ring = Ring(call, transport, shards, options)
+        o, lse = RingAttention.apply(ring, q, k, v)
+    else:
+        lengths = zip(*((held.seq_q, held.seq_k) for held in shards), strict=True)
+        exchanges = [HeadExchange(transport, each, options.causal) for each in lengths]
+        ulysses = Ulysses(call, *exchanges, options)
+        o, lse = UlyssesAttention.apply(ulysses, return_lse, q, k, v)
     return (o, lse) if return_lse else o
 
 
@@ -144,7 +146,8 @@ def shard(x: Tensor, group: Group = None, *, dim: int) -> Tensor:
 def unshard(x: Tensor, group: Group = None, *, dim: int) -> Tensor:
     """The whole tensor, on every rank, of the parts that shard() has given the ranks. Collective.
 
-    It has no gradient. Raises UsageError where x requires one, and, on all ranks, where the parts
+    On the way each rank holds it twice, and its own part as often as there are ranks. It has no
+    gradient. Raises UsageError where x requires one, and, on all ranks, where the parts
     are not those of one tensor; PeerError as attention() does.
     """
     group = _process_group(group)

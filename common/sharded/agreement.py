@@ -1,14 +1,18 @@
 """What the ranks of a group tell each other on the host, before they exchange any tensor.
 
 A collective whose ranks disagree hangs, or returns nonsense. So each call begins with one small
-exchange over Gloo: what a rank is about to do, or why it cannot. It takes the hosts some tenths of
-a millisecond and does not touch the GPU, whose queue stays filled meanwhile.
+exchange over Gloo: what a rank is about to do, or why it cannot. It takes the hosts about a
+millisecond and does not touch the GPU, whose queue stays filled meanwhile.
+
+A rank that fails answers the others' next exchange with the reason. One that has waited for another
+in vain, and so failed as well, says that, and so learns the reason if there is one. Where that
+happens while tensors travel, the group is at an end: nobody knows which of them have arrived.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -21,11 +25,17 @@ from ..errors import UsageError
 
 MESSAGE_BYTES = 2048  # of a rank
 REASON_LENGTH = 300  # the most characters of why a rank cannot go on; in JSON they may be six bytes
-ERROR, LOST = "error", "lost"  # keys of the messages of a rank that cannot go on
+# Keys of the messages of a rank that cannot go on: why it has failed, before or while tensors
+# travel; or that it has waited for another one in vain.
+ERROR, END, LOST = "error", "end", "lost"
 
 
 class PeerError(RuntimeError):
     """Another rank has failed, or did not answer within the group's time-out."""
+
+    def __init__(self, message: str, was_told: bool = False) -> None:
+        super().__init__(message)
+        self.was_told = was_told  # by that rank, which waits for no answer
 
 
 class Agreement:
@@ -34,6 +44,8 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.timeout = _timeout_of(group)
+        self.count = 0  # of exchanges: the same on all ranks
+        self._end: str | None = None  # why no more can be agreed on
         # Not by new_group(), which ranks may not know by the same name (Transport.lane_of).
         with connecting(group):
             store = dist.PrefixStore("attention_worklog", _get_process_group_store(group))
@@ -44,13 +56,24 @@ class Agreement:
 
     def gather(self, terms: Mapping[str, object]) -> list[dict]:
         """The terms of all ranks, in order. Raises PeerError where one has failed, or is silent."""
+        if self._end:
+            raise PeerError(f"the group cannot be used after a failure: {self._end}", was_told=True)
         all_terms = self._exchange(terms)
-        for rank, theirs in enumerate(all_terms):
-            if told := theirs.get(ERROR):
-                raise PeerError(f"rank {rank} of {self.size} has failed: {told}")
+        self._raise_told(all_terms)
         if any(LOST in theirs for theirs in all_terms):
-            raise PeerError(f"ranks of {self.size} have lost each other: {all_terms}")
+            raise PeerError(
+                f"ranks of {self.size} have lost each other: {all_terms}", was_told=True
+            )
         return all_terms
+
+    def _raise_told(self, all_terms: Sequence[Mapping[str, object]]) -> None:
+        """Raises PeerError where a rank has said why it failed."""
+        for rank, theirs in enumerate(all_terms):
+            if told := theirs.get(ERROR) or theirs.get(END):
+                message = f"rank {rank} of {self.size} has failed: {told}"
+                if END in theirs:
+                    self._end = message
+                raise PeerError(message, was_told=True)
 
     def require_same(self, terms: Mapping[str, object], **others: object) -> list[dict]:
         """gather(), where all ranks must give the same terms, but for the others.
@@ -71,22 +94,29 @@ class Agreement:
         return all_terms
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def telling(self, travelling: bool = False) -> Iterator[None]:
         """Where the body fails, the other ranks are told why: in their next gather(), or in this
         one, if they have waited for this rank in vain and so failed, too.
+
+        After a failure while tensors were travelling the group is at an end.
         """
         try:
             yield
         except PeerError as lost:
-            for rank, theirs in enumerate(self._last_words(LOST, str(lost))):
-                if told := theirs.get(ERROR):
-                    raise PeerError(f"rank {rank} of {self.size} has failed: {told}") from lost
+            if lost.was_told:
+                raise
+            self._end = str(lost)
+            self._raise_told(self._last_words(LOST, str(lost)))
             raise
         except Exception as error:  # which others may notice only at the end of their time-out
-            self._last_words(ERROR, f"{type(error).__name__}: {error}", patience=2)
+            reason = f"{type(error).__name__}: {error}"
+            self._last_words(END if travelling else ERROR, reason, patience=2)
+            if travelling:
+                self._end = f"rank {self.rank} of {self.size} has failed: {reason}"
             raise
 
     def _last_words(self, key: str, reason: str, patience: int = 1) -> list[dict]:
+        """What the others say meanwhile, if they do."""
         try:
             return self._exchange({key: f"{reason:.{REASON_LENGTH}}"}, patience)
         except PeerError:  # nobody listens
@@ -99,6 +129,7 @@ class Agreement:
         assert len(message) <= MESSAGE_BYTES, terms
         mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         received = [torch.empty_like(mine) for _ in range(self.size)]
+        self.count += 1
         options = AllgatherOptions()
         options.timeout = patience * self.timeout
         try:

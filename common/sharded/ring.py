@@ -67,6 +67,7 @@ class Part:
 class Ring:
     """The shards of a call, by rank, and the way from rank to rank."""
 
+    call: int  # a number of its own, which is the same on all ranks
     transport: Transport
     shards: tuple[Shard, ...]
     options: Options
@@ -144,7 +145,8 @@ class RingAttention(Function):
 
     @staticmethod
     def forward(ctx, ring: Ring, q: Tensor, k: Tensor, v: Tensor):
-        o, lse = _forward(ring, q, k, v)
+        with ring.transport.agreement.telling(travelling=True):
+            o, lse = _forward(ring, q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.ring = ring
         ctx.mark_non_differentiable(lse)
@@ -153,11 +155,14 @@ class RingAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout: Tensor, _):
-        ring, agreement = ctx.ring, ctx.ring.transport.agreement
-        agreement.require_same({"pass": "backward", "seq": sum(each.seq_k for each in ring.shards)})
-        with agreement.telling():
-            return None, *_backward(ring, *ctx.saved_tensors, dout)
+    def backward(ctx, dout: Tensor | None, _):
+        q, k, v, o, lse = ctx.saved_tensors
+        agreement = ctx.ring.transport.agreement
+        agreement.require_same({"pass": "backward", "call": ctx.ring.call})
+        with agreement.telling(travelling=True):
+            if dout is None:  # the other ranks' may not be
+                dout = torch.zeros_like(o)
+            return None, *_backward(ctx.ring, q, k, v, o, lse, dout)
 
 
 def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,6 +178,8 @@ def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
             _launch(ring, FORWARD, inputs, outputs, part.causal, lane.sms if arrive else 0)
             if step > 0:
                 mean.add(part.first_query, *outputs)
+            del outputs
+        del inputs  # so that no keys live on in the next step
         if arrive:
             keys, _ = arrive()
     return mean.o, mean.lse
@@ -235,8 +242,10 @@ def _backward(
             for half in rest:
                 _launch_half(ring, half, inputs + gradients)
         keys, arrived = arrive() if arrive else ([], [])
+        del arrive, sent_keys  # which hold what has been sent
         if 0 < step < ring.size:
             sums = _add_part(arrived, of_keys, part)
+            del of_queries, of_keys
     others.add_to(dq)
     for gradient, total in zip((dk, dv), arrived, strict=True):
         gradient.add_(total)
@@ -327,7 +336,7 @@ def _launch(
     causal: bool,
     busy_sms: int = 0,
 ) -> None:
-    """The step that attention() takes, on all SMs but those.
+    """The step that attention() takes, on all SMs but busy_sms of them.
 
     Forward's steps share the work out among their blocks beforehand, so that one that had to wait
     for an SM, while tensors travel, would end as much later than all others. Backward's take it

@@ -20,9 +20,9 @@ from .agreement import PeerError, agreement_of, connecting, first_line
 
 @dataclass(frozen=True)
 class Lane:
-    """A way around the ring of ranks. What it moves meanwhile takes so many SMs of the GPU."""
+    """A way around the ring of ranks, whose transfers occupy so many SMs of the GPU."""
 
-    group: ref[dist.ProcessGroup]
+    group_ref: ref[dist.ProcessGroup]
     next_rank: int
     previous_rank: int
     sms: int
@@ -34,7 +34,9 @@ class Lane:
         Starts after what the current stream has been given so far. The function that it returns
         makes that stream wait for the end (and on a CPU the caller).
         """
-        group = self.group()
+        group = self.group_ref()
+        if group is None:
+            raise PeerError("the process group has been destroyed")
         operations = [dist.P2POp(dist.isend, t, self.next_rank, group) for t in sent]
         operations += [dist.P2POp(dist.irecv, t, self.previous_rank, group) for t in received]
         with self.explaining():
@@ -65,7 +67,7 @@ class Transport:
         return self.lane_of(*choose_blocks(messages, message_bytes, flops, self.size))
 
     def lane_of(self, most_blocks: int, sms: int) -> Lane:
-        """One whose communicator has at most so many thread blocks, of which messages take some."""
+        """One whose communicator has at most so many thread blocks; a message uses sms of them."""
         if most_blocks not in self._groups:
             self._groups[most_blocks] = self._narrow_group(most_blocks)
         group = self._groups[most_blocks]
@@ -95,16 +97,22 @@ class Transport:
         """The same ranks, with a communicator of so many thread blocks; or the group as it is.
 
         Without the ranks outside of it, torch names a new group after how many a rank is in, and
-        ranks that are in unequal numbers of groups would never find each other.
+        ranks that are in unequal numbers of groups would never find each other. And where the ranks
+        are bound to devices, torch splits it off the communicator of all ranks, which all would
+        have to take part in.
         """
+        group = self._group()
+        is_bound = dist.group.WORLD.bound_device_id is not None
+        if is_bound and group.size() < dist.get_world_size():
+            return self._group
         counts = self.agreement.gather({"groups": len(_world.pg_names)})
         if any(theirs != counts[0] for theirs in counts):
             return self._group
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = self.agreement.timeout
         options.config.min_ctas = options.config.max_ctas = most_blocks
         # Blocks of a cluster lie close together on the GPU, and the SMs that are free may not.
         options.config.cga_cluster_size = 0
-        group = self._group()
         with connecting(group):
             narrow = dist.new_group(
                 dist.get_process_group_ranks(group),
@@ -119,6 +127,8 @@ class Transport:
     def _explaining(self) -> Iterator[None]:
         try:
             yield
+        except torch.OutOfMemoryError:  # of this rank
+            raise
         except RuntimeError as error:
             raise PeerError(
                 f"rank {self.rank} of {self.size} has lost another rank, or waited for it for "

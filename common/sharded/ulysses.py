@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from ..functional import attention
+from ..operator import backward as attention_backward
+from ..operator import forward as attention_forward
 from .order import join_shards, take_shard
+from .ring import Options
 from .transport import Transport
 
 
@@ -43,39 +45,58 @@ class HeadExchange:
         return torch.cat(self.transport.all_to_all(parts, [shape] * ranks), 1)
 
 
-class _ToHeads(Function):
+@dataclass(frozen=True)
+class Ulysses:
+    """The exchanges of a call."""
+
+    call: int  # a number of its own, which is the same on all ranks
+    queries: HeadExchange
+    keys: HeadExchange
+    options: Options
+
+
+class UlyssesAttention(Function):
+    """o of the rank's queries and, where asked for, lse."""
+
     @staticmethod
-    def forward(ctx, exchange: HeadExchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_heads(x)
+    def forward(ctx, ulysses: Ulysses, wants_lse: bool, q: Tensor, k: Tensor, v: Tensor):
+        queries, keys, options = ulysses.queries, ulysses.keys, ulysses.options
+        with queries.transport.agreement.telling(travelling=True):
+            inputs = (queries.to_heads(q), keys.to_heads(k), keys.to_heads(v))
+            o, lse = attention_forward(
+                *inputs,
+                options.causal,
+                options.softmax_scale,
+                None,
+                deterministic=options.deterministic,
+            )
+            ctx.save_for_backward(*inputs, o, lse)
+            ctx.ulysses = ulysses
+            ctx.set_materialize_grads(False)
+            if not wants_lse:
+                return queries.to_positions(o), None
+            lse = queries.to_positions(lse.unsqueeze(-1)).squeeze(-1)
+            ctx.mark_non_differentiable(lse)
+            return queries.to_positions(o), lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: Tensor):
-        return None, ctx.exchange.to_positions(gradient)
-
-
-class _ToPositions(Function):
-    @staticmethod
-    def forward(ctx, exchange: HeadExchange, x: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.to_positions(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: Tensor):
-        agreement = ctx.exchange.transport.agreement
-        agreement.require_same({"pass": "backward", "seq": sum(ctx.exchange.lengths)})
-        return None, ctx.exchange.to_heads(gradient)
-
-
-def ulysses_attention(
-    queries: HeadExchange, keys: HeadExchange, q: Tensor, k: Tensor, v: Tensor, **options
-) -> tuple[Tensor, Tensor]:
-    """o and lse of the rank's queries; options are attention()'s."""
-    inputs = (
-        _ToHeads.apply(each, x) for each, x in zip((queries, keys, keys), (q, k, v), strict=True)
-    )
-    o, lse = attention(*inputs, **options, return_lse=True)
-    lse = queries.to_positions(lse.unsqueeze(-1)).squeeze(-1)
-    return _ToPositions.apply(queries, o), lse
+    def backward(ctx, dout: Tensor | None, _):
+        queries, keys, options = ctx.ulysses.queries, ctx.ulysses.keys, ctx.ulysses.options
+        q, k, v, o, lse = ctx.saved_tensors
+        agreement = queries.transport.agreement
+        agreement.require_same({"pass": "backward", "call": ctx.ulysses.call})
+        with agreement.telling(travelling=True):
+            if dout is None:  # the other ranks' may not be
+                seq = queries.lengths[queries.transport.rank]
+                dout = o.new_zeros(o.shape[0], o.shape[1] * len(queries.lengths), seq, o.shape[3])
+            gradients = attention_backward(
+                *(q, k, v, o, lse, queries.to_heads(dout)),
+                options.causal,
+                options.softmax_scale,
+                None,
+                options.deterministic,
+            )
+            exchanges = (queries, keys, keys)
+            whole = zip(exchanges, gradients, strict=True)
+            return None, None, *(exchange.to_positions(t) for exchange, t in whole)

@@ -596,6 +596,13 @@ def another_pass() -> None:
         o.sum().backward()
 
 
+def another_order() -> None:
+    """Rank 1 differentiates the second of two calls first."""
+    calls = [sharded.attention(*inputs_of_end()) for _ in range(2)]
+    for o in reversed(calls) if RANK == 1 else calls:
+        o.sum().backward()
+
+
 def fail(*_, **__) -> None:
     raise RuntimeError("a kernel has failed")
 
@@ -633,15 +640,19 @@ ENDS: dict[str, Callable[[], None]] = {
     "no backward (ring)": partial(no_backward, "ring"),
     "no backward (ulysses)": partial(no_backward, "ulysses"),
     "another pass": another_pass,
+    "another order": another_order,
     "raises at once": partial(end_in, fail, ring, "_launch", 0),
     "raises in forward": partial(end_in, fail, ring, "_launch", 1),
     "raises in backward": partial(end_in, fail, ring, "_launch", 4),
     "raises at the end": partial(end_in, fail, ring, "_launch", 6),
-    "raises in ulysses": partial(end_in, fail, ulysses, "attention", 0, method="ulysses"),
+    "raises in ulysses": partial(end_in, fail, ulysses, "attention_forward", 0, method="ulysses"),
+    "raises in ulysses' backward": partial(
+        end_in, fail, ulysses, "attention_backward", 0, method="ulysses"
+    ),
     "exits before": exit_before,
     "exits in forward": partial(end_in, leave, ring, "_launch", 1),
     "exits in backward": partial(end_in, leave, ring, "_launch", 4),
-    "exits in ulysses": partial(end_in, leave, ulysses, "attention", 0, method="ulysses"),
+    "exits in ulysses": partial(end_in, leave, ulysses, "attention_forward", 0, method="ulysses"),
 }
 
 

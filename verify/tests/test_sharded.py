@@ -263,6 +263,12 @@ def test_a_rank_in_another_pass(end) -> None:
     assert [(each["type"], each["message"]) for each in end] == 3 * [("UsageError", message)]
 
 
+@named_ends("another order")
+def test_a_rank_in_the_backward_pass_of_another_call(end) -> None:
+    assert {each["type"] for each in end} == {"UsageError"}
+    assert all("the ranks must have the same call, not " in each["message"] for each in end)
+
+
 @named_ends(*(name for name in ENDS if name.startswith("raises")))
 def test_a_rank_that_fails_within(end) -> None:
     first, failed, last = end
@@ -284,7 +290,7 @@ def test_a_rank_that_exits(end) -> None:
 
 
 def test_every_end_is_tested() -> None:
-    kinds = ("silent", "no backward", "another pass", "raises", "exit")
+    kinds = ("silent", "no backward", "another pass", "another order", "raises", "exit")
     assert all(name.startswith(kinds) for name in ENDS)
 
 

@@ -401,7 +401,7 @@ def test_what_is_sent_and_merged_is_what_the_ring_sends_and_merges(monkeypatch, 
 
     transport = SimpleNamespace(rank=gpus - 1, size=gpus, lane=lane)
     options = Options(causal, softmax_scale=1.0, deterministic=False)
-    of_ranks = Ring(transport, (Shard(seq, seq, transposed=False),) * gpus, options)
+    of_ranks = Ring(1, transport, (Shard(seq, seq, transposed=False),) * gpus, options)
     q, o, dout = (torch.zeros(1, heads, seq, head_dim, dtype=torch.bfloat16) for _ in range(3))
     k, v = (torch.zeros(1, kv_heads, seq, head_dim, dtype=torch.bfloat16) for _ in range(2))
     keys = 2 * k.numel()
@@ -490,7 +490,7 @@ def test_each_rank_computes_in_each_step_what_the_diagram_says(ranks):
     shards = (Shard(2 * chunk, 2 * chunk, transposed=False),) * ranks
     options = Options(causal=True, softmax_scale=1.0, deterministic=False)
     for rank, of_steps in enumerate(ring.work(ring.zigzag(ranks))):
-        of_rank = Ring(SimpleNamespace(rank=rank, size=ranks), shards, options)
+        of_rank = Ring(1, SimpleNamespace(rank=rank, size=ranks), shards, options)
         for step, squares in enumerate(of_steps):
             assert ring.step_of(rank, of_rank.origin(step), ranks) == step
             part = of_rank.part(step)
