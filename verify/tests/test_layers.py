@@ -18,10 +18,10 @@ import pytest
 from common.paths import ROOT
 
 LAYERS = ("core", "runtime", "call", "verify", "bench", "commands")  # each may import those before
-CALL = {"", "functional", "operator", "transformers"}
+CALL = {"", "functional", "operator", "sharded", "transformers"}
 COMMANDS = {"__main__", "commands"}
 DATA = {"catalog", "errors", "metrics", "operation", "patch", "problem", "quiet", "record_schema"}
-DATA |= {"paths", "records", "source", "step", "text", "timeline_events"}
+DATA |= {"paths", "records", "ring_lanes", "source", "step", "text", "timeline_events"}
 
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
