@@ -80,8 +80,8 @@ def attention(
     group = _process_group(group)
     agreement = agreement_of(group)
     with agreement.telling():
-        if unknown := {method} - set(METHODS):
-            raise UsageError(f"method must be one of {', '.join(METHODS)}, not {unknown.pop()!r}")
+        if method not in METHODS:
+            raise UsageError(f"method must be one of {', '.join(METHODS)}, not {method!r}")
         q, k, v = _autocast(q, k, v)
         _validate(q, k, v, causal, softmax_scale, deterministic)
         options = Options(

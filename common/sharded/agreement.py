@@ -46,7 +46,7 @@ class Agreement:
         self.timeout = _timeout_of(group)
         self.count = 0  # of exchanges: the same on all ranks
         self._end: str | None = None  # why no more can be agreed on
-        # Not by new_group(), which ranks may not know by the same name (Transport.lane_of).
+        # Not by new_group(), which ranks may not know by the same name (transport.py).
         with connecting(group):
             store = dist.PrefixStore("attention_worklog", _get_process_group_store(group))
             # A store may outlive the groups that were made with it.
