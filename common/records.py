@@ -62,10 +62,10 @@ _SHARDED_FILES = (
     "ring_lanes.py",
     "sharded/__init__.py",
     "sharded/agreement.py",
-    "sharded/merge.py",
-    "sharded/merge_kernel.py",
+    "sharded/kernels.py",
     "sharded/order.py",
     "sharded/ring.py",
+    "sharded/sums.py",
     "sharded/transport.py",
     "sharded/ulysses.py",
 )

@@ -203,7 +203,7 @@ def measure_link() -> list[dict]:
         received = torch.empty_like(sent)
         for most_blocks in MOST_BLOCKS:
             blocks = blocks_used(num_bytes, most_blocks, transport.size)
-            lane = transport.lane_of(most_blocks, blocks)
+            lane = transport.lane_of(1, most_blocks, blocks)
             call = partial(_exchange, lane, sent, received)
             call()  # connects
             samples, _ = time_together({RING: call}, rounds=5)

@@ -107,10 +107,10 @@ class _Call:
         shape = self.problem.shape
         return shape.batch * shape.kv_heads * shape.seq_k // self.gpus * shape.head_dim
 
-    def blocks(self, itemsize: int, share: float = 1) -> int:
-        """NCCL's, for two tensors like the keys in a share of a step, as sharded/ring.py asks."""
-        flops = share * self.operation.flops(self.problem) / self.gpus**2
-        return choose_blocks(2, itemsize * self.key_elements, flops, self.gpus)[1]
+    def blocks(self, messages: int, itemsize: int) -> int:
+        """NCCL's, for so many tensors like the keys in a step, as sharded/ring.py asks."""
+        flops = self.operation.flops(self.problem) / self.gpus**2
+        return choose_blocks(messages, itemsize * self.key_elements, flops, self.gpus)[1]
 
     def exchange_s(self, num_bytes: int, blocks: int) -> float:
         return num_bytes / self.machine.exchange_bytes_per_s(blocks)
@@ -124,7 +124,7 @@ def _forward_s(call: _Call) -> float:
 
     Its kernel shares its work out beforehand, so that it runs without those SMs to its end.
     """
-    blocks = call.blocks(ELEMENT)
+    blocks = call.blocks(2, ELEMENT)
     travel_s = call.exchange_s(2 * ELEMENT * call.key_elements, blocks)
     beside_s = call.step_s * call.machine.sms / (call.machine.sms - blocks)
     seconds = 0.0
@@ -156,20 +156,19 @@ def _backward_s(call: _Call) -> float:
 def _backward_s_of(call: _Call, queries: float, keys: float) -> float:
     """Of parts that have such shares of a rank's queries and keys."""
     gpus = call.gpus
-    blocks = call.blocks(ELEMENT if gpus == 2 else SUM, share=0.5)
+    blocks = call.blocks(2, ELEMENT) if gpus == 2 else call.blocks(4, (ELEMENT + SUM) // 2)
     kept = ELEMENT if gpus == 2 else SUM  # an element of what is added to the own part, at the end
     seconds = 0.0
-    for step in range(gpus + 1):
-        own_half = step in (0, gpus)
+    for step in reversed(range(gpus)):
         travel_s = call.exchange_s(2 * call.key_elements * sent_bytes(step, gpus), blocks)
-        beside_s = call.step_s / 2 if own_half else call.step_s
-        if not own_half and gpus > 2:  # dQ: the first part becomes float32, others are added
-            dq_bytes = ELEMENT + SUM if step == 1 else SUM + ELEMENT + SUM
+        beside_s = call.step_s
+        if step > 0 and gpus > 2:  # dQ: the first part becomes float32, others are added
+            dq_bytes = ELEMENT + SUM if step == gpus - 1 else SUM + ELEMENT + SUM
             beside_s += call.memory_s(dq_bytes * queries * call.query_elements)
         # The kernels take their work from a counter: they lack those SMs while the tensors travel.
         seconds += max(beside_s + travel_s * blocks / call.machine.sms, travel_s)
-        if 2 <= step < gpus:
-            to_float32 = ELEMENT + SUM if step == 2 else 0
+        if 0 < step < gpus - 1:
+            to_float32 = ELEMENT + SUM if step == gpus - 2 else 0
             added = (SUM + ELEMENT + SUM) * keys
             seconds += call.memory_s(2 * call.key_elements * (to_float32 + added))
     ending = queries * call.query_elements + 2 * call.key_elements
@@ -180,5 +179,5 @@ def sent_bytes(step: int, gpus: int) -> int:
     """In a step of backward, for an element of K and of V: itself, until it has been everywhere,
     and its gradient, which of several parts is in float32, until it is home.
     """
-    gradient = ELEMENT if step == 2 else SUM
-    return ELEMENT * (step < gpus - 1) + gradient * (step >= 2)
+    gradient = ELEMENT if step == gpus - 2 else SUM
+    return ELEMENT * (step > 1) + gradient * (step < gpus - 1)

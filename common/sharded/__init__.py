@@ -73,9 +73,10 @@ def attention(
             again. What NCCL has begun then waits on the GPU, until its watchdog ends the process.
 
     torch.compile leaves it out of its graphs. Beside its results the ring takes the memory of two
-    other ranks' k and v, one at hand and one arriving, and of a part of o; in the backward pass of
-    a part of dq, dk and dv, and of the sums of dk and dv, leaving and arriving. With three ranks or
-    more o and the sums are in float32.
+    other ranks' k and v, one at hand and one arriving, and of a part of o. For the backward pass it
+    keeps, beside q, k, v, o and lse, another rank's k and v; that pass takes the memory of a part
+    of dq, dk and dv, and of the sums of dk and dv, leaving and arriving. With three ranks or more o
+    and the sums are in float32, and other ranks' k and v travel again.
     """
     group = _process_group(group)
     agreement = agreement_of(group)

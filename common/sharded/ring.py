@@ -3,7 +3,8 @@
 A rank's O is a weighted mean of the parts that its queries have of each rank's keys, by the parts'
 lse. Its dQ is a sum of such parts, and so are dK and dV, which travel behind K and V and come home
 complete. In each of the P steps of the ring a rank computes one part, while the keys arrive that it
-needs next.
+needs next. The backward pass takes the steps in reverse: it begins with the keys that came last,
+and ends with the rank's own, while its sums of dK and dV come home.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from torch.autograd.function import Function, once_differentiable
 from ..operation import BACKWARD, FORWARD, Operation
 from ..operator import highest_step
 from ..runtime.backend import Backend, Call, empty_outputs, specialization
-from .merge import merge
 from .order import held_lengths
+from .sums import add, merge
 from .transport import Lane, Transport
 
 ALL = slice(None)
+ONWARD, BACK = 1, -1  # from a step to the next one: how the ring turns
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,10 @@ class Shard:
         """k or v, or what lies like them, as a contiguous tensor."""
         return t.transpose(1, 2) if self.transposed else t
 
-    def empty_like(self, t: Tensor) -> Tensor:
-        """What lies like this shard's keys, where t is another one's."""
+    def empty_like(self, t: Tensor, seq: int) -> Tensor:
+        """What lies like this shard's keys, seq of them, where t is another one's."""
         batch, heads, _, head_dim = t.shape
-        axes = (self.seq_k, heads) if self.transposed else (heads, self.seq_k)
+        axes = (seq, heads) if self.transposed else (heads, seq)
         return self.dense(t.new_empty(batch, *axes, head_dim))
 
 
@@ -81,13 +83,21 @@ class Ring:
         return self.transport.size
 
     def origin(self, step: int) -> int:
-        """Whose keys the rank has in a step; its own, again, in step P."""
+        """Whose keys the rank has in a step: its own in step 0, in the last the next rank's."""
         return (self.rank - step) % self.size
 
     def first_chunk(self, rank: int) -> int:
         """How long the first of a rank's two chunks is."""
         seq = sum(shard.seq_k for shard in self.shards)
         return held_lengths(seq, self.size, rank)[0]
+
+    def seq_seen(self, rank: int) -> int:
+        """How many of a rank's keys, from its first one on, are seen by others' queries.
+
+        With a causal mask the first rank's second chunk, which is the sequence's last, is not.
+        """
+        hides = self.options.causal and rank == 0
+        return self.first_chunk(rank) if hides else self.shards[rank].seq_k
 
     def part(self, step: int) -> Part:
         """With a causal mask, of the rank's chunks r and 2 P - 1 - r, and the keys' o and
@@ -108,29 +118,34 @@ class Ring:
         first = self.first_chunk(self.rank)
         return [(slice(0, first), 1 + self.rank), (slice(first, seq), self.size)]
 
-    def lane(self, q: Tensor, k: Tensor, products: float, itemsize: int) -> Lane:
-        """For two tensors like the keys, while a part takes so many matrix products."""
+    def lane(
+        self, turn: int, operation: Operation, q: Tensor, k: Tensor, messages: int, itemsize: int
+    ) -> Lane:
+        """For so many tensors like k, with elements of so many bytes, beside a part's products."""
         seq_q = max(shard.seq_q for shard in self.shards)
         seq_k = max(shard.seq_k for shard in self.shards)
         batch, heads, _, head_dim = q.shape
-        flops = products * 2 * batch * heads * seq_q * seq_k * head_dim
+        flops = operation.products * 2 * batch * heads * seq_q * seq_k * head_dim
         message_bytes = batch * k.shape[1] * seq_k * head_dim * itemsize
-        return self.transport.lane(2, message_bytes, flops / 2 if self.options.causal else flops)
+        flops = flops / 2 if self.options.causal else flops
+        return self.transport.lane(turn, messages, message_bytes, flops)
 
     def pass_on(
         self, lane: Lane, step: int, keys: Sequence[Tensor], sums: Sequence[Tensor] = ()
     ) -> Callable[[], tuple[list[Tensor], list[Tensor]]]:
-        """Starts to send the keys of a step, and the sums of the step before, to the next rank.
+        """Starts to send the keys of a step, and the sums of the step before, as the lane turns.
 
         The function that it returns waits, on the current stream, for what arrives: the keys of the
         next step, and the sums that belong to the keys of this one.
         """
-        before, here, following = (self.shards[self.origin(step + i)] for i in (-1, 0, 1))
-        arriving_keys = [following.empty_like(t) for t in keys]
-        arriving_sums = [here.empty_like(t) for t in sums]
+        before, here, following = (self.origin(step + i * lane.turn) for i in (-1, 0, 1))
+        of_before, of_here, of_following = (self.shards[i] for i in (before, here, following))
+        arriving_keys = [of_following.empty_like(t, of_following.seq_k) for t in keys]
+        arriving_sums = [of_here.empty_like(t, self.seq_seen(here)) for t in sums]
         wait = lane.pass_on(
-            [here.dense(t) for t in keys] + [before.dense(t) for t in sums],
-            [following.dense(t) for t in arriving_keys] + [here.dense(t) for t in arriving_sums],
+            [of_here.dense(t) for t in keys] + [of_before.dense(t) for t in sums],
+            [of_following.dense(t) for t in arriving_keys]
+            + [of_here.dense(t) for t in arriving_sums],
         )
 
         def arrive() -> tuple[list[Tensor], list[Tensor]]:
@@ -146,8 +161,8 @@ class RingAttention(Function):
     @staticmethod
     def forward(ctx, ring: Ring, q: Tensor, k: Tensor, v: Tensor):
         with ring.transport.agreement.telling(travelling=True):
-            o, lse = _forward(ring, q, k, v)
-        ctx.save_for_backward(q, k, v, o, lse)
+            o, lse, last_keys = _forward(ring, q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse, *last_keys)
         ctx.ring = ring
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # of lse they would be zeros that nobody reads
@@ -156,18 +171,21 @@ class RingAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor | None, _):
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, o, lse, *last_keys = ctx.saved_tensors
         agreement = ctx.ring.transport.agreement
         agreement.require_same({"pass": "backward", "call": ctx.ring.call})
         with agreement.telling(travelling=True):
             if dout is None:  # the other ranks' may not be
                 dout = torch.zeros_like(o)
-            return None, *_backward(ctx.ring, q, k, v, o, lse, dout)
+            elif dout.stride() != o.stride():
+                dout = torch.empty_like(o).copy_(dout)
+            return None, *_backward(ctx.ring, (q, k, v, o, lse, dout), last_keys)
 
 
-def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o and lse, and the keys and values of the last step."""
     mean = _Mean(ring.query_chunks(), *empty_outputs(FORWARD, (q, k, v)))
-    lane = ring.lane(q, k, FORWARD.products, k.itemsize)
+    lane = ring.lane(ONWARD, FORWARD, q, k, messages=2, itemsize=k.itemsize)
     keys = [k, v]
     for step in range(ring.size):
         arrive = ring.pass_on(lane, step, keys) if step < ring.size - 1 else None
@@ -182,7 +200,7 @@ def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
         del inputs  # so that no keys live on in the next step
         if arrive:
             keys, _ = arrive()
-    return mean.o, mean.lse
+    return mean.o, mean.lse, keys
 
 
 class _Mean:
@@ -214,102 +232,74 @@ class _Mean:
 
 
 def _backward(
-    ring: Ring, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, dout: Tensor
+    ring: Ring, inputs: tuple[Tensor, ...], last_keys: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """dq, dk and dv. The part of the rank's own keys is computed in halves: the first while the
-    keys of step 1 arrive, the second at the end, while the sums that belong to its own keys do.
+    """dq, dk and dv, of backward's inputs as the rank has them.
+
+    It takes forward's steps in reverse, and the ring turns back: from the keys that forward has
+    ended with to the rank's own, beside which the sums of their gradients come home.
     """
-    if dout.stride() != o.stride():
-        dout = torch.empty_like(o).copy_(dout)
-    inputs = (q, k, v, o, lse, dout)
-    dq, dk, dv = gradients = empty_outputs(BACKWARD, inputs)
-    first_half, *rest = _halves(q, k)
-    # Beside a half travel K and V, or the sums of dK and dV, which of several parts are in float32.
-    sums_itemsize = k.itemsize if ring.size == 2 else torch.float32.itemsize
-    lane = ring.lane(q, k, BACKWARD.products / 2, sums_itemsize)
+    q, k, *_ = inputs
+    dq, *of_own_keys = gradients = empty_outputs(BACKWARD, inputs)
+    messages, itemsize = 2, k.itemsize  # dK and dV,
+    if ring.size > 2:  # or those in float32, and K and V
+        messages, itemsize = 4, (k.itemsize + torch.float32.itemsize) // 2
+    lane = ring.lane(BACK, BACKWARD, q, k, messages, itemsize)
     others = _QuerySum(ring.size)
-    keys, sums = [k, v], []  # of dk and dv, of those keys' ranks so far
-    for step in range(ring.size + 1):
-        sent_keys = keys if step < ring.size - 1 else []
+    keys, sums = last_keys, []  # of dk and dv, of those keys' ranks so far
+    for step in reversed(range(ring.size)):
+        sent_keys = keys if step > 1 else []  # in step 0 the keys are the rank's own
         arrive = ring.pass_on(lane, step, sent_keys, sums) if sent_keys or sums else None
-        if step == 0:
-            _launch_half(ring, first_half, inputs + gradients)
-        elif step < ring.size:
-            part = ring.part(step)
+        part = ring.part(step)
+        if step > 0:
             of_queries, of_keys = _part_gradients(ring, part, inputs, keys)
             others.add(part.first_query, of_queries)
+            del of_queries
         else:
-            for half in rest:
-                _launch_half(ring, half, inputs + gradients)
+            _launch(ring, BACKWARD, inputs, gradients, part.causal)
         keys, arrived = arrive() if arrive else ([], [])
         del arrive, sent_keys  # which hold what has been sent
-        if 0 < step < ring.size:
+        if step > 0:
             sums = _add_part(arrived, of_keys, part)
-            del of_queries, of_keys
+            del of_keys
     others.add_to(dq)
-    for gradient, total in zip((dk, dv), arrived, strict=True):
-        gradient.add_(total)
+    for gradient, total in zip(of_own_keys, arrived, strict=True):
+        add(gradient[:, :, : total.shape[2]], total)
     return gradients
-
-
-def _halves(q: Tensor, k: Tensor) -> list[dict[str, tuple[slice, slice]]]:
-    """Two halves of a call, of the heads or of the batch, by the name of an operand's second axis;
-    or, of one sequence with one head of keys, the whole.
-    """
-    batch, kv_heads = k.shape[:2]
-    if kv_heads > 1:
-        half, group = kv_heads // 2, q.shape[1] // kv_heads
-        cuts = [(slice(half), slice(half * group)), (slice(half, None), slice(half * group, None))]
-        return [{"kv_heads": (ALL, its_keys), "heads": (ALL, its)} for its_keys, its in cuts]
-    if batch > 1:
-        cuts = [slice(batch // 2), slice(batch // 2, None)]
-        return [dict.fromkeys(("kv_heads", "heads"), (half, ALL)) for half in cuts]
-    return [dict.fromkeys(("kv_heads", "heads"), (ALL, ALL))]
-
-
-def _launch_half(
-    ring: Ring, half: dict[str, tuple[slice, slice]], tensors: Sequence[Tensor]
-) -> None:
-    """Gradients of the rank's queries on its own keys."""
-    operands = zip(BACKWARD.operands, tensors, strict=True)
-    cut = [t[half[operand.axes[1]]] for operand, t in operands]
-    count = len(BACKWARD.inputs)
-    _launch(ring, BACKWARD, cut[:count], cut[count:], ring.options.causal)
 
 
 def _part_gradients(
     ring: Ring, part: Part, inputs: Sequence[Tensor], keys: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """dq of the part's queries; dk and dv of all these keys, 0 for those that the part lacks."""
+    """dq of the part's queries; dk and dv of the keys that they see."""
     q, _, _, o, lse, dout = (t[:, :, part.first_query :] for t in inputs)
+    keys = [t[:, :, part.keys] for t in keys]
     of_queries, of_keys = torch.empty_like(q), [torch.empty_like(t) for t in keys]
-    seen = [t[:, :, part.keys] for t in of_keys]
     if q.shape[2]:
-        seen_keys = [t[:, :, part.keys] for t in keys]
-        cut = (q, *seen_keys, o, lse, dout)
-        _launch(ring, BACKWARD, cut, (of_queries, *seen), part.causal)
+        _launch(ring, BACKWARD, (q, *keys, o, lse, dout), (of_queries, *of_keys), part.causal)
     else:
-        part = Part(0, slice(0), causal=False)
-    if part.keys.stop is not None:
         for t in of_keys:
-            t[:, :, part.keys.stop :].zero_()
+            t.zero_()
     return of_queries, of_keys
 
 
 def _add_part(arrived: Sequence[Tensor], of_keys: list[Tensor], part: Part) -> list[Tensor]:
-    """The sums of dk and dv with another part's, in float32 as soon as there are two."""
+    """The sums of dk and dv with another part's, in float32 as soon as there are two.
+
+    The first part is of all keys that any part is of.
+    """
     if not arrived:
         return of_keys
     sums = [t.float() for t in arrived]
     for total, t in zip(sums, of_keys, strict=True):
-        total[:, :, part.keys].add_(t[:, :, part.keys])
+        add(total[:, :, part.keys], t)
     return sums
 
 
 class _QuerySum:
     """dq, summed over the keys of other ranks: of two parts or more in float32.
 
-    The first part has all queries that any part has.
+    Parts of all queries come after those of the second chunk.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -318,14 +308,18 @@ class _QuerySum:
         self._sum: Tensor | None = None
 
     def add(self, first_query: int, part: Tensor) -> None:
-        if self._sum is None:
+        if self._is_only_one:
+            self._first_query, self._sum = first_query, part
+        elif self._sum is None or first_query < self._first_query:
+            so_far, self._sum = self._sum, part.float()
+            if so_far is not None:
+                add(self._sum[:, :, self._first_query - first_query :], so_far)
             self._first_query = first_query
-            self._sum = part if self._is_only_one else part.float()
         else:
-            self._sum[:, :, first_query - self._first_query :].add_(part)
+            add(self._sum, part)
 
     def add_to(self, dq: Tensor) -> None:
-        dq[:, :, self._first_query :].add_(self._sum)
+        add(dq[:, :, self._first_query :], self._sum)
 
 
 def _launch(

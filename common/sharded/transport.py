@@ -20,16 +20,20 @@ from .agreement import PeerError, agreement_of, connecting, first_line
 
 @dataclass(frozen=True)
 class Lane:
-    """A way around the ring of ranks, whose transfers occupy so many SMs of the GPU."""
+    """A way around the ring of ranks, whose transfers occupy so many SMs of the GPU.
+
+    turn: 1, to the next rank, or -1, to the previous one.
+    """
 
     group_ref: ref[dist.ProcessGroup]
-    next_rank: int
-    previous_rank: int
+    turn: int
+    to_rank: int
+    from_rank: int
     sms: int
     explaining: Callable[[], AbstractContextManager]
 
     def pass_on(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Callable[[], None]:
-        """Sends contiguous tensors to the next rank, and fills others from the previous one.
+        """Sends contiguous tensors to one neighbour, and fills others from the other one.
 
         Starts after what the current stream has been given so far. The function that it returns
         makes that stream wait for the end (and on a CPU the caller).
@@ -37,8 +41,8 @@ class Lane:
         group = self.group_ref()
         if group is None:
             raise PeerError("the process group has been destroyed")
-        operations = [dist.P2POp(dist.isend, t, self.next_rank, group) for t in sent]
-        operations += [dist.P2POp(dist.irecv, t, self.previous_rank, group) for t in received]
+        operations = [dist.P2POp(dist.isend, t, self.to_rank, group) for t in sent]
+        operations += [dist.P2POp(dist.irecv, t, self.from_rank, group) for t in received]
         with self.explaining():
             works = dist.batch_isend_irecv(operations)
 
@@ -60,23 +64,23 @@ class Transport:
         self._group, self._is_nccl = ref(group), device_type == "cuda"
         self._groups = {0: self._group}  # by the most blocks of their communicators; 0: as given
 
-    def lane(self, messages: int, message_bytes: int, flops: float) -> Lane:
+    def lane(self, turn: int, messages: int, message_bytes: int, flops: float) -> Lane:
         """One on which the messages travel in the time of a computation, on as few SMs as do it."""
         if not self._is_nccl:
-            return self.lane_of(0, 0)
-        return self.lane_of(*choose_blocks(messages, message_bytes, flops, self.size))
+            return self.lane_of(turn, 0, 0)
+        return self.lane_of(turn, *choose_blocks(messages, message_bytes, flops, self.size))
 
-    def lane_of(self, most_blocks: int, sms: int) -> Lane:
+    def lane_of(self, turn: int, most_blocks: int, sms: int) -> Lane:
         """One whose communicator has at most so many thread blocks; a message uses sms of them."""
         if most_blocks not in self._groups:
             self._groups[most_blocks] = self._narrow_group(most_blocks)
         group = self._groups[most_blocks]
         if most_blocks and group is self._group:
             sms = MOST_BLOCKS[-1]
-        its_next, its_previous = (
-            dist.get_global_rank(self._group(), (self.rank + i) % self.size) for i in (1, -1)
+        to_rank, from_rank = (
+            dist.get_global_rank(self._group(), (self.rank + i) % self.size) for i in (turn, -turn)
         )
-        return Lane(group, its_next, its_previous, sms, self._explaining)
+        return Lane(group, turn, to_rank, from_rank, sms, self._explaining)
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Sends each rank its part; what they have sent to this one has these shapes."""

@@ -247,6 +247,45 @@ def run_cases(cases: Sequence[Sharded], device: str) -> Findings:
     return {case.name: case.run(device) for case in cases}
 
 
+def run_on_gpus(device: str) -> Findings:
+    late = {"late": run_late(device), "late, out of order": run_late(device, in_order=False)}
+    return late | run_cases(cases_on_gpus(2), device)
+
+
+def run_late(device: str, in_order: bool = True) -> Findings:
+    """On a stream that makes the inputs a while after the call, and overwrites them at its end; or,
+    out of order, on another one.
+    """
+    rng = torch.Generator(device).manual_seed(dist.get_rank())
+    shape = (1, 4, 2048, 64)
+    on_time = [torch.randn(shape, generator=rng, device=device).to(BF16) for _ in range(4)]
+
+    def differentiate(*inputs: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+        o = sharded.attention(*leaves, causal=True, deterministic=True)
+        return autograd.grad(o, leaves, inputs[3])
+
+    expected = differentiate(*on_time)
+    torch.cuda.synchronize()
+    late = [torch.zeros_like(t) for t in on_time]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        differentiate(*late)  # allocates the stream's memory
+        torch.cuda.synchronize()
+        torch.cuda._sleep(400_000_000)  # about a fifth of a second
+        for t, its in zip(late, on_time, strict=True):
+            t.copy_(its)
+        with torch.cuda.stream(stream if in_order else torch.cuda.Stream()):
+            gradients = differentiate(*late)
+        host_waited = stream.query()
+        found = [t.clone() for t in gradients]
+        for t in (*late, *gradients):
+            t.fill_(torch.nan)
+    torch.cuda.synchronize()
+    equal = [t.equal(its) for t, its in zip(found, expected, strict=True)]
+    return {"host waited": host_waited, "equal": equal}
+
+
 # Mistakes, each in one place. A mutant is made in a context, in which a case then runs.
 
 Patch = pytest.MonkeyPatch
@@ -330,7 +369,7 @@ def key_sums_lost_at_home(patch: Patch) -> None:
 
         def arrive_at_home():
             keys, sums = arrive()
-            return keys, [t.zero_() for t in sums] if step == self.size else sums
+            return keys, [t.zero_() for t in sums] if step == 0 else sums
 
         return arrive_at_home
 
@@ -351,28 +390,16 @@ def query_sums_of_one_part(patch: Patch) -> None:
     patch.setattr(ring._QuerySum, "add", first)
 
 
-def second_half_skipped(patch: Patch) -> None:
-    launch, seen = ring._launch_half, []
+def sums_wait_for_all_queries(patch: Patch) -> None:
+    """Those of the second chunk's queries are forgotten where a part of all comes after them."""
+    add = ring._QuerySum.add
 
-    def launch_first(its_ring, half, tensors):
-        seen.append(its_ring)
-        if seen.count(its_ring) > 1:
-            for t in tensors[-3:]:
-                t[:, t.shape[1] // 2 :].zero_()
-        else:
-            launch(its_ring, half, tensors)
+    def add_or_begin(self, first_query, part):
+        if self._sum is not None and first_query < self._first_query:
+            self._sum = None
+        add(self, first_query, part)
 
-    patch.setattr(ring, "_launch_half", launch_first)
-
-
-def parts_gradients_not_masked(patch: Patch) -> None:
-    """Backward's part of the first chunk's keys sees both."""
-    gradients = ring._part_gradients
-
-    def of_all_keys(its_ring, part, *tensors):
-        return gradients(its_ring, replace(part, keys=slice(None)), *tensors)
-
-    patch.setattr(ring, "_part_gradients", of_all_keys)
+    patch.setattr(ring._QuerySum, "add", add_or_begin)
 
 
 def heads_in_another_order(patch: Patch) -> None:
@@ -413,8 +440,7 @@ MUTANTS: dict[str, list[Callable[[Patch], None]]] = {
         key_sums_lost_at_home,
         query_sums_not_added,
         query_sums_of_one_part,
-        second_half_skipped,
-        parts_gradients_not_masked,
+        sums_wait_for_all_queries,
     ],
     "ulysses forward": [
         heads_in_another_order,
@@ -864,7 +890,7 @@ LAUNCHES = {
     "lopsided": Launch(3, run_lopsided),
     "torch": Launch(2, run_torch),
     "1 GPU": Launch(1, partial(run_cases, cases_on_gpus(1)), "cuda"),
-    "2 GPUs": Launch(2, partial(run_cases, cases_on_gpus(2)), "cuda"),
+    "2 GPUs": Launch(2, run_on_gpus, "cuda"),
 }
 
 WORLD = RANK = RANKS = 0  # of this process

@@ -17,8 +17,8 @@ import torch
 
 from common import UsageError, attention, sharded
 from common.operation import FORWARD
-from common.sharded.merge import merge
 from common.sharded.order import chunk_lengths, held_chunks, held_lengths, join_shards, take_shard
+from common.sharded.sums import add, merge
 from verify.accuracy import Expected, compare, expect
 from verify.case import Case
 from verify.reference import attention_reference
@@ -144,6 +144,15 @@ def test_2_gpus_compute_what_one_does(findings, case) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     assert mistakes(case, findings("2 GPUs"), device="cuda") == []
+
+
+@pytest.mark.gpu
+def test_it_is_in_order_with_the_current_stream_and_lets_the_host_go_on(findings) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    for found in findings("2 GPUs"):
+        assert found["late"] == {"host waited": False, "equal": [True] * 3}
+        assert found["late, out of order"]["equal"] != [True] * 3
 
 
 # That they can fail.
@@ -456,7 +465,7 @@ def test_a_causal_mask_gives_every_rank_the_same_work() -> None:
         assert sorted(chunks) == [*range(2 * ranks)]
 
 
-# The merge.
+# The mean and the sum of parts.
 
 
 def parts_of(cuts: list[int], logits: float = 1.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -514,8 +523,30 @@ def test_it_rounds_once() -> None:
     assert out.equal(kept.bfloat16())
 
 
+def rows_of_a_view(dtype: torch.dtype, head_dim: int, rng: torch.Generator) -> torch.Tensor:
+    t = torch.randn(2, 200, 3, head_dim, generator=rng, device="cuda").to(dtype)
+    return t.transpose(1, 2)[:, :, 63:]
+
+
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 256])
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 256])
+@HEAD_DIMS
+@pytest.mark.parametrize(
+    "dtypes", [(BF16, BF16), (FP16, FP16), (FP32, BF16), (FP32, FP32)], ids=str
+)
+def test_the_kernel_adds_as_torch_does(head_dim, dtypes) -> None:
+    rng = torch.Generator("cuda").manual_seed(0)
+    total, part = (rows_of_a_view(dtype, head_dim, rng) for dtype in dtypes)
+    expected = total._base.clone()
+    expected.transpose(1, 2)[:, :, 63:].add_(part)
+    add(total, part)
+    assert total._base.equal(expected)
+
+
+@pytest.mark.gpu
+@HEAD_DIMS
 @pytest.mark.parametrize(
     "dtypes",
     [(BF16, BF16, BF16), (FP16, FP16, FP32), (FP32, BF16, FP32), (FP32, FP16, FP16), (FP32,) * 3],
@@ -527,12 +558,7 @@ def test_the_kernel_merges_as_torch_does(head_dim, dtypes, in_place) -> None:
     if in_place and dtypes[0] != dtypes[2]:
         pytest.skip("out is not o")
     rng = torch.Generator("cuda").manual_seed(0)
-
-    def rows(dtype: torch.dtype) -> torch.Tensor:
-        t = torch.randn(2, 200, 3, head_dim, generator=rng, device="cuda").to(dtype)
-        return t.transpose(1, 2)[:, :, 63:]
-
-    o, part, out = map(rows, dtypes)
+    o, part, out = (rows_of_a_view(dtype, head_dim, rng) for dtype in dtypes)
     lse, part_lse = (
         10 * torch.randn(2, 3, 200, generator=rng, device="cuda")[:, :, 63:] for _ in "12"
     )

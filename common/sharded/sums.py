@@ -1,4 +1,4 @@
-"""The mean of two parts of attention, by their lse.
+"""Of two parts of attention: the mean of their O, by lse, and the sum of their gradients.
 
 With o_i = sum_j exp(s_j) v_j / exp(lse_i) over the keys of part i, and exp(lse_i) = sum_j exp(s_j),
 
@@ -20,10 +20,23 @@ def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, out: Tensor) -
     all with a contiguous last dimension; out may be o.
     """
     if o.is_cuda:
-        from .merge_kernel import launch_merge
+        from .kernels import launch_merge
 
         launch_merge(o, lse, part, part_lse, out)
         return
     weight = torch.sigmoid(part_lse - lse).unsqueeze(-1)
     out.copy_(torch.lerp(o.float(), part.float(), weight))
     lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+def add(total: Tensor, part: Tensor) -> None:
+    """total += part, in float32, rounded to total's dtype.
+
+    Both are [batch, heads, seq, head_dim] with a contiguous last dimension.
+    """
+    if total.is_cuda and total.numel():
+        from .kernels import launch_add
+
+        launch_add(total, part)
+        return
+    total.add_(part)
