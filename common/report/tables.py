@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -505,7 +506,7 @@ def _sharded(record_set: RecordSet, gpus: int) -> str:
         ">TFLOP/s a GPU": _TFLOPS,
         f">Over {gpus} × one GPU": value("of_ideal", "{:.3f} ×".format),
         ">Over context_parallel": value("over_context_parallel", _bold_from_one),
-        ">Ulysses (ms)": value("ulysses_ms", "{:.4g}".format),
+        ">Ulysses (ms)": value("ulysses_ms", _milliseconds),
         ">Hidden": _value("hidden", _percent),
         ">Peak memory a GPU, ring / one GPU": peak_memory,
     }
@@ -530,7 +531,7 @@ def _sharded_conditions(record_set: RecordSet, gpus: int, found: Sequence[Row]) 
         if differences
         else ""
     )
-    host_ms = _range([ring["host_ms"] for ring in rings], ".2g")
+    host_ms = statistics.median(ring["host_ms"] for ring in rings)
     return (
         f"Batch {first['batch']}, head_dim {first['head_dim']}, {record['dtype']}; "
         f"{inputs(BACKWARD)}. Steps {listed(record['sources'])}. Ring and Ulysses: attention() of "
@@ -539,7 +540,8 @@ def _sharded_conditions(record_set: RecordSet, gpus: int, found: Sequence[Row]) 
         "whole problem on one GPU. Over context_parallel: over the faster of torch's two ways to "
         f"rotate ({peer}); in bold: no slower. Median of {_range(rounds, 'd')} interleaved "
         f"rounds{once}, L2 flushed and the GPUs synchronized before each call; they sleep while "
-        f"the hosts launch it, which takes {host_ms} ms and is in none of the times. "
+        f"the hosts launch it, which takes {host_ms:.2g} ms in the median row and is in none of "
+        "the times. "
         f"Backward's {_flops(BACKWARD)}Hidden: of the time in which tensors travel, the share in "
         "which the GPU computes, in a call by itself. Peak memory: what one call takes of the "
         "fullest GPU beyond q, k, v and dout, and what forward has saved. "
@@ -552,14 +554,27 @@ def _range(numbers: Sequence[float], form: str) -> str:
     return least if least == most else f"{least} to {most}"
 
 
+SECONDS = re.compile(r"a call takes about (\d+) s")  # as common/bench/sharded.py has it
+
+
 def _missing(found: Sequence[Row]) -> str:
     """A sentence on the attentions that are missing in some rows, and why."""
     reasons: dict[str, dict[str, None]] = {}
     for row in found:
         for name, reason in row["missing"].items():
             reasons.setdefault(name, {})[reason] = None
-    told = "; ".join(f"{name}: {', '.join(why)}" for name, why in reasons.items())
+    names: dict[str, list[str]] = {}  # by their reasons
+    for name, why in reasons.items():
+        names.setdefault(", ".join(_in_one(why)), []).append(name)
+    told = "; ".join(f"{', '.join(which)}: {why}" for why, which in names.items())
     return f"Missing in some rows: {told}. " if told else ""
+
+
+def _in_one(reasons: Sequence[str]) -> list[str]:
+    """The reasons, where several calls would take a number of seconds as one of them."""
+    seconds = [int(match[1]) for reason in reasons if (match := SECONDS.fullmatch(reason))]
+    others = [reason for reason in reasons if not SECONDS.fullmatch(reason)]
+    return others + ([f"a call takes about {_range(seconds, 'd')} s"] if seconds else [])
 
 
 def sharded_model(record_set: RecordSet) -> str:
@@ -576,7 +591,7 @@ def sharded_model(record_set: RecordSet) -> str:
         return cell
 
     def step_ms(row: Row) -> str:
-        return " / ".join(f"{ms:.4g}" for ms in row["step_ms"].values())
+        return " / ".join(map(_milliseconds, row["step_ms"].values()))
 
     columns = {
         ">Heads": _heads,
@@ -754,6 +769,10 @@ def _table(columns: dict[str, Cell], found: Sequence[Row]) -> str:
     return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in found])
 
 
+def _milliseconds(time: float) -> str:
+    return f"{time:.4g}" if time < 1e4 else f"{time:.0f}"
+
+
 def _value(key: str, show: Show = str, none: str = "") -> Cell:
     """Shows row[key]; nothing where the row lacks it, `none` where it is None."""
 
@@ -807,7 +826,7 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
-_MS = _value("time_ms", "{:.4g}".format)
+_MS = _value("time_ms", _milliseconds)
 _TFLOPS = _value("tflops", "{:.4g}".format)
 _PEAK_MEMORY = _value("peak_memory_bytes", megabytes)
 _ERROR = _value("error", "{:.1e}".format)

@@ -63,7 +63,8 @@ def attention(
     Returns:
         o like q, or (o, lse): of the rank's queries. Up to rounding, what attention() gives for the
         whole sequence. CUDA tensors: computed on torch's current stream; the host waits for the
-        other ranks' hosts, but for no GPU. CPU tensors: executed by the SIMT runtime.
+        other ranks' hosts, but for no GPU, or only where it loads a kernel for the first time. CPU
+        tensors: executed by the SIMT runtime.
 
     Raises:
         UsageError: the inputs are inconsistent or not supported; on all ranks, where they disagree.

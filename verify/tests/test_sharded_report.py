@@ -123,12 +123,12 @@ def test_table_of_a_number_of_gpus(record_set):
         f"Steps {V_STEP.name} and {B_STEP.name}. ",
         "of torch's two ways to rotate (fake);",
         "Median of 3 interleaved rounds,",
-        "which takes 0.5 to 1.5 ms and",
+        "which takes 1 ms in the median row and",
         "Backward's FLOPs are 2.5 times forward's. ",
         "at most 3.0e-03 of their",
         "SM clock 1000 → 1000 MHz",
         "context_parallel_alltoall: out of memory, a call takes too long; ",
-        "one_gpu: a call takes too long; ",
+        "ulysses, one_gpu, context_parallel_allgather: a call takes too long. ",
     ):
         assert told in table
 
@@ -143,6 +143,22 @@ def test_what_is_missing(record_set):
     *_, last = cells_of(tables.sharded(loaded))
     assert (last["Heads"], last["Over 2 × one GPU"]) == ("64/8", "missing")
     assert last["Peak memory a GPU, ring / one GPU"] == "68.0 MB / missing"
+
+
+def test_calls_that_would_take_long_are_told_together(record_set):
+    cells = fake_sharded()["cells"]
+    for cell, seconds in zip(cells, (11, 45, 18), strict=True):
+        for operation in OPERATIONS.values():
+            why = "out of memory" if seconds == 18 else f"a call takes about {seconds} s"
+            cell[operation.name]["attentions"]["ulysses"] = {"missing": why}
+    table = tables.sharded(record_set(2, cells=cells))
+    assert "in some rows: ulysses: out of memory, a call takes about 11 to 45 s; " in table
+
+
+def test_long_times_are_whole_milliseconds(record_set):
+    cells = fake_sharded()["cells"]
+    cells[0]["forward"]["attentions"]["ring"]["time_ms"] = 23683.82
+    assert cells_of(tables.sharded(record_set(2, cells=cells)))[0]["Ring (ms)"] == "23684"
 
 
 def test_a_call_that_was_timed_once_is_told(record_set):
@@ -577,6 +593,21 @@ def test_timeline_draws_each_kernel_to_scale(record_set, gpus):
         f"{gpus} × NVIDIA H200: attention() by the ring, 16 heads, N = 32768"
     )
     assert [*timelines] == [text for text in named if text in ("forward", "backward")]
+
+
+def test_timeline_begins_with_the_call(record_set):
+    """Not with a kernel of the bench before it."""
+    timelines = fake_sharded()["timelines"]
+    expected = render_ring_timeline(record_set(2, timelines=timelines).sharded[2])
+    late = {
+        name: [
+            [{**k, "start_us": k["start_us"] + 500, "end_us": k["end_us"] + 500} for k in kernels]
+            for kernels in ranks
+        ]
+        for name, ranks in timelines.items()
+    }
+    late["forward"][1].insert(0, {"what": "sum", "start_us": 0.0, "end_us": 0.8})
+    assert render_ring_timeline(record_set(2, timelines=late).sharded[2]) == expected
 
 
 def test_timeline_of_a_stale_record_says_so(record_set):
