@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -74,6 +73,17 @@ from .device_state import device_state, git_state, versions
 from .kernel_trace import Interval, hidden_share, trace_kernels
 from .peers import REFUSALS, reason
 from .timing import summarize
+from .together import (
+    Events,
+    elapsed,
+    from_first_rank,
+    gather,
+    is_first_rank,
+    mean,
+    slowest,
+    time_call,
+    time_together,
+)
 from .trial import describe_cell, new_run
 
 ONE_GPU = "one_gpu"
@@ -86,7 +96,6 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 # No peer makes a call that takes longer, and no round that takes longer is repeated.
 LONG_S, LONG_ROUND_S = 10.0, 20.0
 EXPECTED_FLOPS_PER_S = 500e12  # of a GPU: tells beforehand how long a call will take
-SLEEP_CYCLES = 20_000_000  # 10 ms: several times as long as the hosts take to launch a call
 
 # Of one call's output, as root mean squares. Roundings of bf16 make 0.003, and a part that is lost
 # or has a wrong weight a tenth or more.
@@ -146,7 +155,7 @@ def measure_sharded() -> Path:
     backend = GpuBackend()
     cases = [Case.of(name, problem) for name, problem in SHARDED.items()]
     steps = {step.name: step for case in cases for step in steps_for(backend, case.problem)}
-    if _is_first_rank():
+    if is_first_rank():
         build_all(backend, steps.values(), cases)
     dist.barrier()
     gpus = dist.get_world_size()
@@ -161,7 +170,7 @@ def measure_sharded() -> Path:
     }
     folder = gpus_folder(begun["device"], gpus)
     unfinished = BUILD_DIR / "bench" / folder / SHARDED_FILE
-    record = _from_first_rank(read_unfinished(unfinished, begun))
+    record = from_first_rank(read_unfinished(unfinished, begun))
     if record is None:
         record = {**begun, "link": measure_link(), "cells": [], "timelines": {}}
     measured = {cell["name"] for cell in record["cells"]}
@@ -174,12 +183,12 @@ def measure_sharded() -> Path:
         if case.name == TIMELINE:
             record["timelines"] = {name: _timeline(ranks) for name, ranks in kernels.items()}
         torch.cuda.empty_cache()
-        if _is_first_rank():
+        if is_first_rank():
             write_record(unfinished, record)
             took = time.monotonic() - start
             print(f"measured {case.name} in {took:.0f} s", file=sys.stderr, flush=True)
     path = PROFILES_DIR / folder / SHARDED_FILE
-    if _is_first_rank():
+    if is_first_rank():
         write_record(path, record)
         unfinished.unlink(missing_ok=True)
     return path
@@ -207,7 +216,7 @@ def measure_link() -> list[dict]:
             call = partial(_exchange, lane, sent, received)
             call()  # connects
             samples, _ = time_together({RING: call}, rounds=5)
-            ms = statistics.median(_slowest(samples[RING]))
+            ms = statistics.median(slowest(samples[RING]))
             found.append({"blocks": blocks, "bytes": num_bytes, "gb_per_s": num_bytes / ms / 1e6})
     return list({(each["blocks"], each["bytes"]): each for each in found}.values())
 
@@ -218,7 +227,7 @@ def _exchange(lane, sent: Tensor, received: Tensor) -> None:
 
 def measure_cell(case: Case, backend: GpuBackend) -> tuple[dict, dict[str, list[list[Interval]]]]:
     """An entry of the record's cells; and by operation, of each rank, the kernels of a call."""
-    problem, run = case.problem, _from_first_rank(new_run())
+    problem, run = case.problem, from_first_rank(new_run())
     environment = {"before": device_state()}
     measured, kernels = {}, {}
     with ExitStack() as stack:
@@ -315,7 +324,7 @@ def _measure(
             if name == RING:
                 raise
             refusal = reason(error)
-        if refusals := [told for told in _gather(refusal) if told]:  # on any rank
+        if refusals := [told for told in gather(refusal) if told]:  # on any rank
             outcomes[name] = {"missing": refusals[0]}
             continue
         trials[name] = trial
@@ -328,23 +337,23 @@ def _measure(
     samples = {name: [trial.ms] for name, trial in trials.items()}
     host_ms = [trials[RING].host_ms]
     if not takes_long:
-        round_s = max(_gather(sum(trial.ms for trial in trials.values()))) / 1e3
+        round_s = max(gather(sum(trial.ms for trial in trials.values()))) / 1e3
         rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(CELL_S / round_s)))
         calls = {name: trial.call for name, trial in trials.items()}
         samples, hosts_ms = time_together(calls, rounds)
         host_ms = hosts_ms[RING]
     for name, trial in trials.items():
-        combine = _mean if name == ONE_GPU else _slowest
+        combine = mean if name == ONE_GPU else slowest
         outcomes[name] = {
             "route": chosen[name].route,
             **_outcome(combine(samples[name]), operation.flops(problem) / chosen[name].gpus),
-            "peak_memory_bytes": max(_gather(trial.peak_memory_bytes)),
+            "peak_memory_bytes": max(gather(trial.peak_memory_bytes)),
         }
-    of_ranks = _gather(trials[RING].kernels)
+    of_ranks = gather(trials[RING].kernels)
     travel_ms, hidden = zip(*(hidden_share(kernels) for kernels in of_ranks), strict=True)
     outcomes[RING] |= {
         "communication": {"ms": statistics.mean(travel_ms), "hidden": statistics.mean(hidden)},
-        "host_ms": max(_gather(statistics.median(host_ms))),
+        "host_ms": max(gather(statistics.median(host_ms))),
         "differences": differences,
     }
     return outcomes, of_ranks
@@ -359,62 +368,16 @@ def _try(
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    timed: list[tuple[_Events, float, tuple[Tensor, ...]]] = []
+    timed: list[tuple[Events, float, tuple[Tensor, ...]]] = []
     kernels = []
     if traces:
-        kernels = trace_kernels(lambda: timed.append(_time(call)))
+        kernels = trace_kernels(lambda: timed.append(time_call(call)))
     else:
-        timed.append(_time(call))
+        timed.append(time_call(call))
         torch.cuda.synchronize()
     peak_memory_bytes = torch.cuda.max_memory_allocated() - before
     events, host_ms, outputs = timed.pop()
-    return Trial(call, _elapsed(events), host_ms, peak_memory_bytes, kernels), outputs
-
-
-_Events = tuple[torch.cuda.Event, torch.cuda.Event]
-
-
-def time_together(
-    calls: dict[str, Callable[[], object]], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds of every call on this rank's GPU and of its host, by name, one a round.
-
-    As timing.time_interleaved() does, in an order that is the same on all ranks, which begin each
-    call together. The GPUs sleep before it while the hosts launch it.
-    """
-    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    flush = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
-    shuffle = random.Random(SEED).shuffle
-    order = list(calls)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    hosts: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        shuffle(order)
-        for name in order:
-            flush.zero_()
-            events, host_ms, _ = _time(calls[name])
-            torch.cuda.synchronize()
-            samples[name].append(_elapsed(events))
-            hosts[name].append(host_ms)
-    return samples, hosts
-
-
-def _time(call: Callable[[], object]) -> tuple[_Events, float, object]:
-    """Starts a call on all GPUs together; its events, the host's milliseconds, the result."""
-    torch.cuda._sleep(SLEEP_CYCLES)
-    dist.all_reduce(torch.empty(1, device="cuda"))  # ends on all GPUs at once
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    begin = time.perf_counter()
-    result = call()
-    host_ms = (time.perf_counter() - begin) * 1e3
-    end.record()
-    return (start, end), host_ms, result
-
-
-def _elapsed(events: _Events) -> float:
-    start, end = events
-    return round(start.elapsed_time(end), 6)
+    return Trial(call, elapsed(events), host_ms, peak_memory_bytes, kernels), outputs
 
 
 def _compare(operation: Operation, outputs: dict[str, tuple[Tensor, ...]]) -> dict[str, float]:
@@ -443,14 +406,6 @@ def _outcome(samples_ms: list[float], flops: float) -> dict:
     return {**summary, "samples_ms": samples_ms, "tflops": flops / summary["time_ms"] / 1e9}
 
 
-def _slowest(samples_ms: list[float]) -> list[float]:
-    return [max(of_ranks) for of_ranks in zip(*_gather(samples_ms), strict=True)]
-
-
-def _mean(samples_ms: list[float]) -> list[float]:
-    return [statistics.mean(of_ranks) for of_ranks in zip(*_gather(samples_ms), strict=True)]
-
-
 def _timeline(of_ranks: list[list[Interval]]) -> list[list[dict]]:
     """The record's timeline of an operation: microseconds from the first kernel of any rank."""
     zero = min(kernel.start for kernels in of_ranks for kernel in kernels)
@@ -467,27 +422,12 @@ def _timeline(of_ranks: list[list[Interval]]) -> list[list[dict]]:
     ]
 
 
-def _gather(value):
-    """That of all ranks, in order."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _from_first_rank(value):
-    return _gather(value)[0]
-
-
-def _is_first_rank() -> bool:
-    return dist.get_rank() == 0
-
-
 def main() -> int:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     try:
         path = measure_sharded()
-        if _is_first_rank():
+        if is_first_rank():
             print(path)
     finally:
         dist.destroy_process_group()

@@ -249,7 +249,7 @@ def run_cases(cases: Sequence[Sharded], device: str) -> Findings:
 
 def run_on_gpus(device: str) -> Findings:
     late = {"late": run_late(device), "late, out of order": run_late(device, in_order=False)}
-    return late | run_cases(cases_on_gpus(2), device)
+    return late | {"memory": run_memory(device)} | run_cases(cases_on_gpus(2), device)
 
 
 def run_late(device: str, in_order: bool = True) -> Findings:
@@ -284,6 +284,28 @@ def run_late(device: str, in_order: bool = True) -> Findings:
     torch.cuda.synchronize()
     equal = [t.equal(its) for t, its in zip(found, expected, strict=True)]
     return {"host waited": host_waited, "equal": equal}
+
+
+def run_memory(device: str) -> Findings:
+    """The most that a pass takes, with its results, in bytes of the rank's q."""
+    q, k, v, dout = (torch.randn(1, 16, 16384, 128, device=device).to(BF16) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+
+    def peak(call: Callable[[], object]) -> tuple[object, float]:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = call()
+        torch.cuda.synchronize()
+        return result, (torch.cuda.max_memory_allocated() - before) / q.nbytes
+
+    def both_passes() -> Findings:
+        o, forward = peak(lambda: sharded.attention(*leaves, causal=True))
+        _, backward = peak(lambda: autograd.grad(o, leaves, dout))
+        return {"forward": forward, "backward": backward}
+
+    both_passes()  # NCCL and the kernels take memory of their own
+    return both_passes()
 
 
 # Mistakes, each in one place. A mutant is made in a context, in which a case then runs.
