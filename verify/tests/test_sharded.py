@@ -23,22 +23,21 @@ from verify.accuracy import Expected, compare, expect
 from verify.case import Case
 from verify.reference import attention_reference
 from verify.tests import sharded_ranks as ranks_of
-from verify.tests.sharded_ranks import (
+from verify.tests.sharded_cases import (
+    BOTH,
     CASES_OF_2,
     CASES_OF_4,
-    DISAGREEMENTS,
-    ENDS,
-    INVALID,
-    LAUNCHES,
-    MUTANTS,
-    MUTATED,
     OUTPUTS,
     SHORT_S,
     Findings,
     Sharded,
     cases_on_gpus,
-    inputs_of_end,
+    make,
+    square,
 )
+from verify.tests.sharded_failures import DISAGREEMENTS, ENDS, INVALID, inputs_of_end
+from verify.tests.sharded_mutants import MUTANTS, MUTATED
+from verify.tests.sharded_ranks import LAUNCHES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SLOW_S = 10.0  # that a machine with other work may take beside the time-out
@@ -336,7 +335,7 @@ def test_without_ranks(call) -> None:
 
 @pytest.mark.parametrize("name", ["None", "WORLD", "mesh of all"])
 def test_groups_of_all_ranks(findings, name) -> None:
-    case = ranks_of.make("group", 4, ranks_of.square(1, 4, 2, 21, 8), FP32)[0]
+    case = make("group", 4, square(1, 4, 2, 21, 8), FP32)[0]
     assert mistakes(case, findings("groups"), name) == []
 
 
@@ -350,7 +349,7 @@ def test_groups_of_all_ranks(findings, name) -> None:
     ],
 )
 def test_groups_of_some_ranks(findings, name, groups) -> None:
-    case = ranks_of.make("group", 2, ranks_of.square(1, 4, 2, 21, 8), FP32)[0]
+    case = make("group", 2, square(1, 4, 2, 21, 8), FP32)[0]
     found = findings("groups")
     for group in groups:
         own = [found[rank] for rank in group]
@@ -359,7 +358,7 @@ def test_groups_of_some_ranks(findings, name, groups) -> None:
 
 
 def test_ranks_in_unequal_numbers_of_groups(findings) -> None:
-    case = ranks_of.make("group", 3, ranks_of.square(1, 4, 2, 21, 8), FP32)[0]
+    case = make("group", 3, square(1, 4, 2, 21, 8), FP32)[0]
     found = findings("lopsided")
     assert [its["lopsided"] for its in found if isinstance(its["lopsided"], str)] == []
     assert mistakes(case, found, "lopsided") == []
@@ -408,7 +407,7 @@ def test_what_cannot_be_sharded(findings, name, message) -> None:
 # The rest of torch.
 
 
-@pytest.mark.parametrize("method", ranks_of.BOTH)
+@pytest.mark.parametrize("method", BOTH)
 @pytest.mark.parametrize("what", ["checkpoint", "compile"])
 def test_within_torch(findings, what, method) -> None:
     """A module with attention in its middle: its output and all gradients."""
@@ -439,7 +438,7 @@ def test_a_second_derivative_is_an_error(findings) -> None:
 
 
 def test_a_new_group_after_the_end_of_the_first(findings) -> None:
-    case = ranks_of.make("again", 2, ranks_of.square(1, 2, 2, 21, 8), FP32)[0]
+    case = make("again", 2, square(1, 2, 2, 21, 8), FP32)[0]
     for name in ("before", "after"):
         assert mistakes(case, findings("torch"), name) == []
     for found in findings("torch"):

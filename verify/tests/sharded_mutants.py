@@ -1,0 +1,190 @@
+"""Mistakes in sharded attention, each in one place: a mutant is made in a context, in which a case
+then runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common import sharded
+from common.sharded import order, ring, ulysses
+from verify.tests.sharded_cases import BOTH, Findings, make, square
+
+Patch = pytest.MonkeyPatch
+
+
+def weights_swapped(patch: Patch) -> None:
+    def merge(o, lse, part, part_lse, out):
+        weight = torch.sigmoid(lse - part_lse).unsqueeze(-1)
+        out.copy_(torch.lerp(o.float(), part.float(), weight))
+        lse.copy_(torch.logaddexp(lse, part_lse))
+
+    patch.setattr(ring, "merge", merge)
+
+
+def lse_not_updated(patch: Patch) -> None:
+    merge = ring.merge
+    patch.setattr(ring, "merge", lambda o, lse, *rest, out: merge(o, lse.clone(), *rest, out=out))
+
+
+def part_lost(patch: Patch) -> None:
+    """A rank's first part of other keys."""
+    add, seen = ring._Mean.add, []
+
+    def add_but_the_first(self, *part):
+        seen.append(self)
+        if seen.count(self) > 1:
+            add(self, *part)
+
+    patch.setattr(ring._Mean, "add", add_but_the_first)
+
+
+def keys_of_the_wrong_chunk(patch: Patch) -> None:
+    def part(self, step):
+        its = PART(self, step)
+        if its.keys.stop is None:
+            return its
+        return replace(its, keys=slice(its.keys.stop, 2 * its.keys.stop))
+
+    patch.setattr(ring.Ring, "part", part)
+
+
+def queries_of_the_wrong_chunk(patch: Patch) -> None:
+    """The first chunk's last row is taken for one of the second; forward's mean leaves it out."""
+
+    def part(self, step):
+        its = PART(self, step)
+        return replace(its, first_query=max(its.first_query - 1, 0))
+
+    patch.setattr(ring.Ring, "part", part)
+
+
+def keys_taken_for_those_of_another_rank(patch: Patch) -> None:
+    origin = ring.Ring.origin
+    patch.setattr(ring.Ring, "origin", lambda self, step: origin(self, self.size - step))
+
+
+def causal_lost_on_own_keys(patch: Patch) -> None:
+    patch.setattr(ring.Ring, "part", lambda self, step: replace(PART(self, step), causal=False))
+
+
+def contiguous_shards(patch: Patch) -> None:
+    patch.setattr(
+        sharded, "take_shard", lambda x, ranks, rank, dim: x.tensor_split(ranks, dim)[rank]
+    )
+
+
+def key_sums_not_added(patch: Patch) -> None:
+    patch.setattr(ring, "_add_part", lambda arrived, of_keys, part: of_keys)
+
+
+def key_sums_swapped(patch: Patch) -> None:
+    add = ring._add_part
+    patch.setattr(ring, "_add_part", lambda arrived, *rest: add(arrived[::-1], *rest))
+
+
+def key_sums_lost_at_home(patch: Patch) -> None:
+    pass_on = ring.Ring.pass_on
+
+    def forget(self, lane, step, *sent):
+        arrive = pass_on(self, lane, step, *sent)
+
+        def arrive_at_home():
+            keys, sums = arrive()
+            return keys, [t.zero_() for t in sums] if step == 0 else sums
+
+        return arrive_at_home
+
+    patch.setattr(ring.Ring, "pass_on", forget)
+
+
+def query_sums_not_added(patch: Patch) -> None:
+    patch.setattr(ring._QuerySum, "add_to", lambda self, dq: None)
+
+
+def query_sums_of_one_part(patch: Patch) -> None:
+    add = ring._QuerySum.add
+
+    def first(self, *part):
+        if self._sum is None:
+            add(self, *part)
+
+    patch.setattr(ring._QuerySum, "add", first)
+
+
+def sums_wait_for_all_queries(patch: Patch) -> None:
+    """Those of the second chunk's queries are forgotten where a part of all comes after them."""
+    add = ring._QuerySum.add
+
+    def add_or_begin(self, first_query, part):
+        if self._sum is not None and first_query < self._first_query:
+            self._sum = None
+        add(self, first_query, part)
+
+    patch.setattr(ring._QuerySum, "add", add_or_begin)
+
+
+def heads_in_another_order(patch: Patch) -> None:
+    to_heads = ulysses.HeadExchange.to_heads
+    patch.setattr(
+        ulysses.HeadExchange, "to_heads", lambda self, x: to_heads(self, x.roll(1, dims=1))
+    )
+
+
+def positions_in_the_ranks_order(patch: Patch) -> None:
+    patch.setattr(ulysses, "join_shards", lambda shards, dim: torch.cat(shards, dim))
+
+
+def positions_not_given_back(patch: Patch) -> None:
+    def in_order(x, ranks, to, dim):
+        lengths = [sum(order.held_lengths(x.shape[dim], ranks, rank)) for rank in range(ranks)]
+        return x.split(lengths, dim)[to]
+
+    patch.setattr(ulysses, "take_shard", in_order)
+
+
+PART = ring.Ring.part
+# By the outputs that each makes wrong, and whether backward must be run to see it.
+MUTANTS: dict[str, list[Callable[[Patch], None]]] = {
+    "ring forward": [
+        weights_swapped,
+        lse_not_updated,
+        part_lost,
+        keys_of_the_wrong_chunk,
+        keys_taken_for_those_of_another_rank,
+        causal_lost_on_own_keys,
+        contiguous_shards,
+    ],
+    "ring backward": [
+        queries_of_the_wrong_chunk,
+        key_sums_not_added,
+        key_sums_swapped,
+        key_sums_lost_at_home,
+        query_sums_not_added,
+        query_sums_of_one_part,
+        sums_wait_for_all_queries,
+    ],
+    "ulysses forward": [
+        heads_in_another_order,
+        positions_in_the_ranks_order,
+        positions_not_given_back,
+    ],
+}
+MUTATED = {method: make("mutated", 3, square(1, 6, 3, 96), methods=[method])[0] for method in BOTH}
+
+
+def run_mutants(device: str) -> Findings:
+    findings = {}
+    for kind, mutants in MUTANTS.items():
+        method, which = kind.split()
+        case = replace(MUTATED[method], backward=which == "backward")
+        findings[kind] = case.run(device)
+        for mutant in mutants:
+            with pytest.MonkeyPatch.context() as patch:
+                mutant(patch)
+                findings[mutant.__name__] = case.run(device)
+    return findings
