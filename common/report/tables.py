@@ -544,7 +544,8 @@ def _sharded_conditions(record_set: RecordSet, gpus: int, found: Sequence[Row]) 
         "the times. "
         f"Backward's {_flops(BACKWARD)}Hidden: of the time in which tensors travel, the share in "
         "which the GPU computes, in a call by itself. Peak memory: what one call takes of the "
-        "fullest GPU beyond q, k, v and dout, and what forward has saved. "
+        "fullest GPU beyond q, k, v and dout, and what forward has saved: o and lse, and for the "
+        "ring another rank's k and v. "
         f"{different}{_missing(found)}{_device_states(states)}"
     )
 

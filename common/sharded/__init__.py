@@ -63,7 +63,7 @@ def attention(
     Returns:
         o like q, or (o, lse): of the rank's queries. Up to rounding, what attention() gives for the
         whole sequence. CUDA tensors: computed on torch's current stream; the host waits for the
-        other ranks' hosts, but for no GPU, or only where it loads a kernel for the first time. CPU
+        other ranks' hosts, and for a GPU only where it loads a kernel for the first time. CPU
         tensors: executed by the SIMT runtime.
 
     Raises:
@@ -77,7 +77,8 @@ def attention(
     other ranks' k and v, one at hand and one arriving, and of a part of o. For the backward pass it
     keeps, beside q, k, v, o and lse, another rank's k and v; that pass takes the memory of a part
     of dq, dk and dv, and of the sums of dk and dv, leaving and arriving. With three ranks or more o
-    and the sums are in float32, and other ranks' k and v travel again.
+    and the sums are in float32, dq has such a sum as well, and two other ranks' k and v are there
+    again, one at hand and one arriving.
     """
     group = _process_group(group)
     agreement = agreement_of(group)

@@ -2,9 +2,9 @@
 
 A rank's O is a weighted mean of the parts that its queries have of each rank's keys, by the parts'
 lse. Its dQ is a sum of such parts, and so are dK and dV, which travel behind K and V and come home
-complete. In each of the P steps of the ring a rank computes one part, while the keys arrive that it
-needs next. The backward pass takes the steps in reverse: it begins with the keys that came last,
-and ends with the rank's own, while its sums of dK and dV come home.
+with all other ranks' parts. In each of the P steps of the ring a rank computes one part, while the
+keys arrive that it needs next. The backward pass takes the steps in reverse: it begins with the
+keys that came last, and ends with the rank's own, while its sums of dK and dV come home.
 """
 
 from __future__ import annotations
@@ -241,8 +241,9 @@ def _backward(
     """
     q, k, *_ = inputs
     dq, *of_own_keys = gradients = empty_outputs(BACKWARD, inputs)
-    messages, itemsize = 2, k.itemsize  # dK and dV,
-    if ring.size > 2:  # or those in float32, and K and V
+    # dK and dV; of more ranks those in float32, and K and V: four messages, of their mean size.
+    messages, itemsize = 2, k.itemsize
+    if ring.size > 2:
         messages, itemsize = 4, (k.itemsize + torch.float32.itemsize) // 2
     lane = ring.lane(BACK, BACKWARD, q, k, messages, itemsize)
     others = _QuerySum(ring.size)

@@ -186,6 +186,7 @@ def run_torch(device: str) -> Findings:
         findings[f"autocast {method}"] = autocast(method)
     findings["autocast of float64"] = autocast_of_float64()
     findings["backward twice"] = backward_twice()
+    findings["no gradient"] = no_gradient()
     findings["second derivative"] = outcome(second_derivative)
     case = make("again", 2, square(1, 2, 2, 21, 8), FP32)[0]
     findings["before"] = case.run(device)
@@ -221,6 +222,30 @@ def backward_twice() -> tuple[list[Tensor], list[Tensor]]:
     o = sharded.attention(*inputs)
     first = autograd.grad(o, inputs, torch.ones_like(o), retain_graph=True)
     return list(autograd.grad(o, inputs, torch.ones_like(o))), list(first)
+
+
+class Constant(autograd.Function):
+    """Its output depends on no input, as far as autograd is told."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> None:
+        return None
+
+
+def no_gradient() -> tuple[list[Tensor], list[Tensor]]:
+    """Where o of one rank has none; and where that is 0."""
+
+    def run(spoil: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        inputs = tensors(requires_grad=True)
+        o = sharded.attention(*inputs)
+        y = spoil(o) if dist.get_rank() == 1 else o
+        return list(autograd.grad(y.sum(), inputs))
+
+    return run(Constant.apply), run(lambda o: 0 * o)
 
 
 def second_derivative() -> None:

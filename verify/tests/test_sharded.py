@@ -418,9 +418,11 @@ def test_within_torch(findings, what, method) -> None:
             torch.testing.assert_close(t, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["autocast ring", "autocast ulysses", "backward twice"])
+@pytest.mark.parametrize(
+    "name", ["autocast ring", "autocast ulysses", "backward twice", "no gradient"]
+)
 def test_the_same_bits(findings, name) -> None:
-    """As with inputs that are cast by hand; as the first time."""
+    """As with inputs that are cast by hand; as the first time; as where it is 0."""
     for found in findings("torch"):
         got, expected = found[name]
         for t, other in zip(got, expected, strict=True):

@@ -397,7 +397,7 @@ def test_what_is_sent_and_merged_is_what_the_ring_sends_and_merges(monkeypatch, 
     """
     seq, heads, kv_heads, head_dim = 4, 4, 2, 8
     problem = Problem(Shape(1, heads, kv_heads, gpus * seq, gpus * seq, head_dim), "bf16", causal)
-    asked, modelled, sent, merged = [], [], [], []
+    asked, modelled, sent, merged, added = [], [], [], [], []
 
     class Lane:
         sms = 0
@@ -417,8 +417,13 @@ def test_what_is_sent_and_merged_is_what_the_ring_sends_and_merges(monkeypatch, 
     def merge(o, lse, part, part_lse, out):
         merged.append(o.numel() * sum(t.element_size() for t in (o, part, out)))
 
+    def add(total, part):
+        if total.shape[1] == heads:
+            added.append(total.dtype)
+
     monkeypatch.setattr(sharded_ring, "_launch", lambda *_: None)
     monkeypatch.setattr(sharded_ring, "merge", merge)
+    monkeypatch.setattr(sharded_ring, "add", add)
 
     options = Options(causal, softmax_scale=1.0, deterministic=False)
     first, last = (
@@ -441,6 +446,7 @@ def test_what_is_sent_and_merged_is_what_the_ring_sends_and_merges(monkeypatch, 
     sharded_ring._backward(first, (q, k, v, o, torch.zeros(1, heads, seq), dout), [k, v])
     expected = [keys * sent_bytes(step, gpus) for step in reversed(range(gpus))]
     assert sent == [num_bytes for num_bytes in expected if num_bytes]
+    assert added == [torch.float32] * (gpus - 2) + [q.dtype]  # dq
 
     monkeypatch.setattr(
         ring_model, "choose_blocks", lambda *terms: modelled.append(terms) or (1, 1)
