@@ -285,6 +285,11 @@ def connect() -> dist.Store:
     return dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 
 
+def has_begun(rank: int) -> str:
+    """The key in the store by which a rank tells so."""
+    return f"rank {rank} has begun"
+
+
 def be_rank(name: str, world: int, rank: int, port: int, path: Path) -> None:
     """Goes through a launch, and writes what it finds."""
     launch = LAUNCHES[name]
@@ -302,6 +307,7 @@ def be_rank(name: str, world: int, rank: int, port: int, path: Path) -> None:
         torch.cuda.set_device(rank)
     backend = "nccl" if launch.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=launch.timeout_s))
+    connect().set(has_begun(rank), "")
     try:
         torch.save(launch.play(launch.device), path)
     except BaseException:
@@ -326,6 +332,9 @@ def start(name: str, folder: Path) -> None:
             process = context.Process(target=be_rank, args=(name, world, rank, store.port, path))
             process.start()
             processes.append(process)
+        # If all worlds began at once, ranks might not find each other within a short time-out.
+        keys = [has_begun(rank) for rank in range(launch.ranks)]
+        store.wait(keys, timedelta(seconds=TIMEOUT_S))
     deadline = time.monotonic() + LAUNCH_S
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
