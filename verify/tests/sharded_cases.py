@@ -30,7 +30,7 @@ from verify.layouts import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SHORT_S = 5.0  # of those in which somebody does
+SHORT_S = 15.0  # of those in which somebody does
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 
 Findings = dict[str, object]
