@@ -240,8 +240,10 @@ def test_after_what_was_refused_the_group_works(findings) -> None:
     assert told(findings, "failures", "a right call") == 3 * [(None, "")]
 
 
-NO_ANSWER = "of 3 has no answer from the others within 5 s: one has ended, or does not make this"
-NO_TENSORS = "of 3 has lost another rank, or waited for it for 5 s: "
+NO_ANSWER = (
+    f"of 3 has no answer from the others within {SHORT_S:g} s: one has ended, or does not make this"
+)
+NO_TENSORS = f"of 3 has lost another rank, or waited for it for {SHORT_S:g} s: "
 
 
 @pytest.fixture
