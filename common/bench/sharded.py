@@ -65,6 +65,7 @@ from ..ring_lanes import MOST_BLOCKS, blocks_used
 from ..runtime.backend import DTYPES
 from ..runtime.gpu import GpuBackend
 from ..sharded.order import held_lengths
+from ..sharded.ring import ONWARD
 from ..sharded.transport import transport_of
 from .attentions import steps_for
 from .cells import build_all
@@ -212,7 +213,7 @@ def measure_link() -> list[dict]:
         received = torch.empty_like(sent)
         for most_blocks in MOST_BLOCKS:
             blocks = blocks_used(num_bytes, most_blocks, transport.size)
-            lane = transport.lane_of(1, most_blocks, blocks)
+            lane = transport.lane_of(ONWARD, most_blocks, blocks)
             call = partial(_exchange, lane, sent, received)
             call()  # connects
             samples, _ = time_together({RING: call}, rounds=5)
