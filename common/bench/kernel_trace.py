@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 EXCHANGE = "exchange"
 # By the beginning of a kernel's name; all others are "sum".
-KINDS = {"ncclDevKernel_SendRecv": EXCHANGE, "attention_": "attention", "_merge": "merge"}
+KINDS = {"ncclDevKernel_SendRecv": EXCHANGE, "attention_": "attention", "merge_kernel": "merge"}
 OTHER = "sum"
 # Of what is no kernel, and of kernels that only synchronize the ranks.
 LEFT_OUT = ("nccl:", "ncclDevKernel_AllReduce", "Memset", "Memcpy", "spin_kernel")

@@ -96,6 +96,7 @@ CELL_S = 4.0  # of rounds
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 # No peer makes a call that takes longer, and no round that takes longer is repeated.
 LONG_S, LONG_ROUND_S = 10.0, 20.0
+TAKES_LONG = f"a call takes more than {LONG_S:g} s"
 EXPECTED_FLOPS_PER_S = 500e12  # of a GPU: tells beforehand how long a call will take
 
 # Of one call's output, as root mean squares. Roundings of bf16 make 0.003, and a part that is lost
@@ -258,7 +259,7 @@ def _load(problem: Problem, route: str, stack: ExitStack) -> dict[str, Attention
         method: on_part(partial(sharded.attention, method=method), f"{route}, {method}")
         for method in sharded.METHODS
     }
-    found[ONE_GPU] = "a call takes too long"
+    found[ONE_GPU] = TAKES_LONG
     if whole:
         found[ONE_GPU] = Attention(partial(attention, causal=causal), *whole, route, gpus=1)
     try:
@@ -308,8 +309,8 @@ def _measure(
     for name, each in attentions.items():
         if isinstance(each, str):
             outcomes[name] = {"missing": each}
-        elif name != RING and (seconds := _seconds(operation, problem, each.gpus)) > LONG_S:
-            outcomes[name] = {"missing": f"a call takes about {seconds:.0f} s"}
+        elif name != RING and _seconds(operation, problem, each.gpus) > LONG_S:
+            outcomes[name] = {"missing": TAKES_LONG}
         else:
             chosen[name] = each
     takes_long = sum(_seconds(operation, problem, e.gpus) for e in chosen.values()) > LONG_ROUND_S

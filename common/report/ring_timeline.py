@@ -54,9 +54,7 @@ def _draw(whole: Whole) -> Drawing:
     tensors.
     """
     record = whole.record
-    timelines = {
-        each.name: _of_call(record["timelines"][each.name]) for each in OPERATIONS.values()
-    }
+    timelines = {each.name: record["timelines"][each.name] for each in OPERATIONS.values()}
     last = max(
         kernel["end_us"] for ranks in timelines.values() for rank in ranks for kernel in rank
     )
@@ -91,25 +89,6 @@ def _draw(whole: Whole) -> Drawing:
     note = "The GPUs' kernels in one call, by torch.profiler, from the first one of any GPU on."
     drawing.text(18, bottom + 44, note, SMALL, MUTED)
     return drawing
-
-
-def _of_call(ranks: list[list[dict]]) -> list[list[dict]]:
-    """Of each rank what there is from its first attention or exchange on, before which the bench
-    has the ranks wait for each other; from the first one of any rank on.
-    """
-    begins = [
-        next(i for i, kernel in enumerate(kernels) if kernel["what"] in ("attention", EXCHANGE))
-        for kernels in ranks
-    ]
-    left = [kernels[i:] for kernels, i in zip(ranks, begins, strict=True)]
-    zero = min(kernels[0]["start_us"] for kernels in left)
-    return [
-        [
-            {**each, "start_us": each["start_us"] - zero, "end_us": each["end_us"] - zero}
-            for each in kernels
-        ]
-        for kernels in left
-    ]
 
 
 def _draw_rank(drawing: Drawing, y: float, rank: int, kernels: list[dict], scale: float) -> None:

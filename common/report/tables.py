@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -555,9 +554,6 @@ def _range(numbers: Sequence[float], form: str) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-SECONDS = re.compile(r"a call takes about (\d+) s")  # as common/bench/sharded.py has it
-
-
 def _missing(found: Sequence[Row]) -> str:
     """A sentence on the attentions that are missing in some rows, and why."""
     reasons: dict[str, dict[str, None]] = {}
@@ -566,16 +562,9 @@ def _missing(found: Sequence[Row]) -> str:
             reasons.setdefault(name, {})[reason] = None
     names: dict[str, list[str]] = {}  # by their reasons
     for name, why in reasons.items():
-        names.setdefault(", ".join(_in_one(why)), []).append(name)
+        names.setdefault(", ".join(why), []).append(name)
     told = "; ".join(f"{', '.join(which)}: {why}" for why, which in names.items())
     return f"Missing in some rows: {told}. " if told else ""
-
-
-def _in_one(reasons: Sequence[str]) -> list[str]:
-    """The reasons, where several calls would take a number of seconds as one of them."""
-    seconds = [int(match[1]) for reason in reasons if (match := SECONDS.fullmatch(reason))]
-    others = [reason for reason in reasons if not SECONDS.fullmatch(reason)]
-    return others + ([f"a call takes about {_range(seconds, 'd')} s"] if seconds else [])
 
 
 def sharded_model(record_set: RecordSet) -> str:

@@ -15,37 +15,21 @@ from torch import Tensor
 ROWS = 16  # of a block
 
 
-def launch_merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, out: Tensor) -> None:
-    """As merge()."""
-    batch, heads, seq, head_dim = o.shape
-    with torch.cuda.device(o.device):
-        _merge[triton.cdiv(seq, ROWS), heads, batch](
-            *(o, lse, part, part_lse, out),
-            *(*o.stride()[:3], *lse.stride()[:2], *part.stride()[:3], *part_lse.stride()[:2]),
-            *out.stride()[:3],
-            seq,
-            head_dim,
-            DIM=triton.next_power_of_2(head_dim),
-            ROWS=ROWS,
-        )
+def launch(kernel: triton.JITFunction, *tensors: Tensor) -> None:
+    """One of the kernels below, on the tensors that its first parameters name.
 
-
-def launch_add(total: Tensor, part: Tensor) -> None:
-    """As add()."""
-    batch, heads, seq, head_dim = total.shape
-    with torch.cuda.device(total.device):
-        _add[triton.cdiv(seq, ROWS), heads, batch](
-            *(total, part),
-            *(*total.stride()[:3], *part.stride()[:3]),
-            seq,
-            head_dim,
-            DIM=triton.next_power_of_2(head_dim),
-            ROWS=ROWS,
+    Each is [batch, heads, seq, head_dim], as the first one is, or [batch, heads, seq].
+    """
+    batch, heads, seq, head_dim = tensors[0].shape
+    strides = [stride for t in tensors for stride in t.stride()[:-1]]
+    with torch.cuda.device(tensors[0].device):
+        kernel[triton.cdiv(seq, ROWS), heads, batch](
+            *tensors, *strides, seq, head_dim, DIM=triton.next_power_of_2(head_dim), ROWS=ROWS
         )
 
 
 @triton.jit
-def _merge(
+def merge_kernel(
     o,
     lse,
     part,
@@ -92,7 +76,7 @@ def _merge(
 
 
 @triton.jit
-def _add(
+def add_kernel(
     total,
     part,
     total_batch,

@@ -46,7 +46,7 @@ class Shard:
     transposed: bool  # k and v are stored [batch, seq, heads, head_dim]
 
     def dense(self, t: Tensor) -> Tensor:
-        """k or v, or what lies like them, as a contiguous tensor."""
+        """k or v, or what lies like them, as it travels: a contiguous view of the same elements."""
         return t.transpose(1, 2) if self.transposed else t
 
     def empty_like(self, t: Tensor, seq: int) -> Tensor:
@@ -142,8 +142,11 @@ class Ring:
         of_before, of_here, of_following = (self.shards[i] for i in (before, here, following))
         arriving_keys = [of_following.empty_like(t, of_following.seq_k) for t in keys]
         arriving_sums = [of_here.empty_like(t, self.seq_seen(here)) for t in sums]
+        # Already contiguous, unless a hook that saves tensors elsewhere has given keys other strides.
+        sent = [of_here.dense(t).contiguous() for t in keys]
+        sent += [of_before.dense(t).contiguous() for t in sums]
         wait = lane.pass_on(
-            [of_here.dense(t) for t in keys] + [of_before.dense(t) for t in sums],
+            sent,
             [of_following.dense(t) for t in arriving_keys]
             + [of_here.dense(t) for t in arriving_sums],
         )
@@ -262,7 +265,7 @@ def _backward(
         del arrive, sent_keys  # which hold what has been sent
         if step > 0:
             sums = _add_part(arrived, of_keys, part)
-            del of_keys
+            del of_keys, arrived
     others.add_to(dq)
     for gradient, total in zip(of_own_keys, arrived, strict=True):
         add(gradient[:, :, : total.shape[2]], total)

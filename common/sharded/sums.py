@@ -20,9 +20,9 @@ def merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, out: Tensor) -
     all with a contiguous last dimension; out may be o.
     """
     if o.is_cuda:
-        from .kernels import launch_merge
+        from .kernels import launch, merge_kernel
 
-        launch_merge(o, lse, part, part_lse, out)
+        launch(merge_kernel, o, lse, part, part_lse, out)
         return
     weight = torch.sigmoid(part_lse - lse).unsqueeze(-1)
     out.copy_(torch.lerp(o.float(), part.float(), weight))
@@ -34,9 +34,10 @@ def add(total: Tensor, part: Tensor) -> None:
 
     Both are [batch, heads, seq, head_dim] with a contiguous last dimension.
     """
+    assert total.shape == part.shape
     if total.is_cuda and total.numel():
-        from .kernels import launch_add
+        from .kernels import add_kernel, launch
 
-        launch_add(total, part)
+        launch(add_kernel, total, part)
         return
     total.add_(part)

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, autograd, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -72,6 +73,8 @@ def run_groups(device: str) -> Findings:
     not_mine = dist.new_group([rank ^ 1])  # of another rank alone: torch gives no group
     findings["another's group"] = outcome(lambda: sharded.attention(*tensors(), not_mine))
     findings["group backwards"] = attempt(case.run, device, backwards[rank % 2])
+    for causal in (True, False):
+        findings[f"saved elsewhere, causal={causal}"] = saved_elsewhere(causal)
     return findings
 
 
@@ -83,6 +86,22 @@ def run_lopsided(device: str) -> Findings:
     if dist.get_rank():
         sharded.attention(*tensors(), pair)
     return {"lopsided": attempt(case.run, device, whole)}
+
+
+def saved_elsewhere(causal: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Of tensors stored [batch, seq, heads, head_dim]: with a hook that gives what forward has
+    saved other strides, as save_on_cpu() does, and without one.
+    """
+
+    def run() -> list[Tensor]:
+        inputs = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors()]
+        inputs = [t.requires_grad_() for t in inputs]
+        o = sharded.attention(*inputs, causal=causal)
+        return list(autograd.grad(o, inputs, torch.ones_like(o)))
+
+    with saved_tensors_hooks(lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t):
+        found = run()
+    return found, run()
 
 
 SHARDED_SHAPES = [

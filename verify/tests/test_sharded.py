@@ -431,6 +431,14 @@ def test_the_same_bits(findings, name) -> None:
             torch.testing.assert_close(t, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_is_saved_may_come_back_with_other_strides(findings, causal) -> None:
+    for found in findings("groups"):
+        got, expected = found[f"saved elsewhere, causal={causal}"]
+        for t, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(t, other, rtol=0, atol=0)
+
+
 def test_autocast_casts_what_attention_casts(findings) -> None:
     for found in findings("torch"):
         of_one, of_all = found["autocast of float64"]

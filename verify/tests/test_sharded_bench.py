@@ -71,7 +71,7 @@ def test_kernels_are_told_from_what_the_profiler_notes_beside_them(monkeypatch):
         "ncclDevKernel_AllReduce_Sum(x)": None,
         "nccl:coalesced": None,
         "attention_forward": "attention",
-        "_merge": "merge",
+        "merge_kernel": "merge",
         "at::native::elementwise_kernel<8>": "sum",
         "Memset (Device)": None,
         "at::cuda::spin_kernel(long)": None,

@@ -145,16 +145,6 @@ def test_what_is_missing(record_set):
     assert last["Peak memory a GPU, ring / one GPU"] == "68.0 MB / missing"
 
 
-def test_calls_that_would_take_long_are_told_together(record_set):
-    cells = fake_sharded()["cells"]
-    for cell, seconds in zip(cells, (11, 45, 18), strict=True):
-        for operation in OPERATIONS.values():
-            why = "out of memory" if seconds == 18 else f"a call takes about {seconds} s"
-            cell[operation.name]["attentions"]["ulysses"] = {"missing": why}
-    table = tables.sharded(record_set(2, cells=cells))
-    assert "in some rows: ulysses: out of memory, a call takes about 11 to 45 s; " in table
-
-
 def test_long_times_are_whole_milliseconds(record_set):
     cells = fake_sharded()["cells"]
     cells[0]["forward"]["attentions"]["ring"]["time_ms"] = 23683.82
@@ -599,21 +589,6 @@ def test_timeline_draws_each_kernel_to_scale(record_set, gpus):
         f"{gpus} × NVIDIA H200: attention() by the ring, 16 heads, N = 32768"
     )
     assert [*timelines] == [text for text in named if text in ("forward", "backward")]
-
-
-def test_timeline_begins_with_the_call(record_set):
-    """Not with a kernel of the bench before it."""
-    timelines = fake_sharded()["timelines"]
-    expected = render_ring_timeline(record_set(2, timelines=timelines).sharded[2])
-    late = {
-        name: [
-            [{**k, "start_us": k["start_us"] + 500, "end_us": k["end_us"] + 500} for k in kernels]
-            for kernels in ranks
-        ]
-        for name, ranks in timelines.items()
-    }
-    late["forward"][1].insert(0, {"what": "sum", "start_us": 0.0, "end_us": 0.8})
-    assert render_ring_timeline(record_set(2, timelines=late).sharded[2]) == expected
 
 
 def test_timeline_of_a_stale_record_says_so(record_set):
