@@ -142,7 +142,7 @@ class Ring:
         of_before, of_here, of_following = (self.shards[i] for i in (before, here, following))
         arriving_keys = [of_following.empty_like(t, of_following.seq_k) for t in keys]
         arriving_sums = [of_here.empty_like(t, self.seq_seen(here)) for t in sums]
-        # Already contiguous, unless a hook that saves tensors elsewhere has given keys other strides.
+        # Copied only where a hook that saves tensors elsewhere has given the keys other strides.
         sent = [of_here.dense(t).contiguous() for t in keys]
         sent += [of_before.dense(t).contiguous() for t in sums]
         wait = lane.pass_on(
