@@ -85,10 +85,14 @@ def require_well_formed() -> None:
 
 
 def step_before(step: Step) -> Step | None:
-    """The step of the same ladder that this one changes. None where that file is malformed."""
+    """The step of the same ladder that this one changes. None where that file is malformed.
+
+    No step changes one that attention() takes only where all bits must repeat.
+    """
+    aside = {other.path for other in all_steps() if other.only_deterministic}
     paths = (*_catalog().errors, *(other.path for other in all_steps()))
     earlier = [p for p in paths if p.name[0] == step.name[0] and p.name < step.path.name]
-    before = max(earlier, default=None)
+    before = max((p for p in earlier if p not in aside), default=None)
     return next((other for other in all_steps() if other.path == before), None)
 
 

@@ -4,7 +4,8 @@
     v04.tflops / v02.tflops : .1f        arithmetic: + - * / and parentheses
     v04.fa3_share : .0%                  one of derived.derived
     b03.error, b03.dk_error              the largest errors of the first output and of another
-    peers.sdpa_cudnn.time_ms : .3f       of the latest run of the forward ladder
+    peers.sdpa_cudnn.time_ms : .3f       of the latest run of the forward ladder; beside a step's
+                                         time, of that run
     peers_backward.sdpa_cudnn.time_ms    of the backward one
     experiments.v04_no_padding.gain : .2f
     grid.d64_causal_4096.v07 : .1f       TFLOP/s of a step or a peer in a cell of the grid
@@ -134,12 +135,25 @@ def _value(tree: _Tree, record_set: RecordSet) -> _Value:
         if isinstance(side.number, str):
             raise _Unavailable(side.number)
     if left.run and right.run and left.run != right.run:
-        raise _Unavailable("not measured together")
+        left = _peer_of_run(sides[0], right.run, record_set) or left
+        right = _peer_of_run(sides[1], left.run, record_set) or right
+        if left.run != right.run:
+            raise _Unavailable("not measured together")
     try:
         number = combine(left.number, right.number)
     except ZeroDivisionError:
         raise _Unavailable("undefined: a division by zero") from None
     return _Value(number, left.run or right.run)
+
+
+def _peer_of_run(tree: _Tree, run: str, record_set: RecordSet) -> _Value | None:
+    """A peer's number of that run, if it is one, and there are records of the run."""
+    name, *keys = tree.split(".") if isinstance(tree, str) else ("",)
+    if name not in _PEERS:
+        return None
+    records = record_set.of(_PEERS[name]).measured.records.values()
+    record = next((record for record in records if record["run"] == run), None)
+    return record and _walk(record, derived, ["peers", *keys], tree)
 
 
 def _operand(text: str, record_set: RecordSet) -> _Value:

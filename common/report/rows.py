@@ -377,16 +377,16 @@ def resources(record_set: RecordSet, step: str) -> list[Row]:
 
 
 def counters(record_set: RecordSet, step: str) -> list[Row]:
-    """One row per kernel of the step, after that of the same kernel in the step before.
+    """One row per kernel of the step, after that of the same kernel in the step that it changes.
 
     What Nsight Compute counted, or None.
     """
-    names = [each.name for each in record_set.of(operation_of(step)).steps]
-    place = names.index(step)
+    ladder = record_set.of(operation_of(step)).steps
+    earlier = [each.name for each in ladder if each.name < step and not each.only_deterministic]
     kernels = _counters(record_set, step)
     if isinstance(kernels, str):
         return [{"step": step, "status": kernels}]
-    before = _counters(record_set, names[place - 1]) if place else {}
+    before = _counters(record_set, earlier[-1]) if earlier else {}
     found = []
     for kernel, row in kernels.items():
         if not isinstance(before, str) and kernel in before:

@@ -161,6 +161,7 @@ def test_the_step_before(folder):
     assert before["v02"].name == "v01"
     assert before["v04"] is None  # not v02: what v04 gains over that is not one step's
     assert before["v10"].name == "v09"
+    assert before["b10"].name == "b08"  # b09 is only for those who ask for the same bits
 
 
 TWO_LADDERS = """

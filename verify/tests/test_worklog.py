@@ -606,8 +606,16 @@ def test_times_of_different_runs_are_not_compared(root):
     )
     record_set = record_set_of(root)
     assert evaluate("v02.tflops / v01.tflops : .1f", record_set) == "not measured together"
-    assert evaluate("v02.registers / v01.registers : .1f", record_set) == "1.0"
-    assert record_set.of(FORWARD).newest["step"] == "v02"
+
+
+def test_a_peers_time_beside_a_steps_is_of_that_run(root):
+    peer = "peers.sdpa_cudnn.time_ms"
+    expressions = [f"v01.time_ms / {peer}", f"2 * v01.time_ms / {peer}", f"{peer} / v01.time_ms"]
+    together = [evaluate(each, record_set_of(root)) for each in expressions]
+    later = fake_record(V02, baseline=V01, run="2000-01-02 b")
+    later["peers"]["sdpa_cudnn"]["time_ms"] *= 4
+    write_record(root / "profiles/h200/v02.json", later)
+    assert [evaluate(each, record_set_of(root)) for each in expressions] == together
 
 
 def test_gain_over_a_changed_baseline_is_not_shown(root):
