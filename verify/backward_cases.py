@@ -96,6 +96,24 @@ _OWN = (
     # order of their sums is in the bits.
     Case("sections", Shape(1, 3, 3, 11000, 384, 128), FP16, causal=True, inputs=negative_logits),
     Case("sections_gpu", Shape(1, 20, 20, 4090, 4001, 64), BF16, causal=True, gpu_only=True),
+    # Works that are no multiple of 2 blocks, or of 3, with enough tiles of queries to be shared out
+    # all the same. They differ in heads, keys or batches, and are cut between the heads of a group.
+    Case("query_shares", Shape(1, 24, 3, 600, 33, 64), BF16),
+    Case("query_shares_fp16", Shape(1, 16, 2, 390, 140, 64), FP16, dout=rows_of_all_sizes),
+    Case("query_shares_128", Shape(3, 8, 1, 300, 20, 128), BF16),
+    # On 5 multiprocessors, too: the third block has the rest of a work, a whole one, and the
+    # beginning of another.
+    Case("query_shares_72", Shape(1, 17, 1, 80, 780, 72), FP16, dout=rows_of_all_sizes),
+    # A few works more than a GPU has multiprocessors, and half as many again, of hardly more tiles
+    # than are shared out.
+    Case("query_shares_gpu_128", Shape(5, 28, 14, 700, 200, 128), BF16, gpu_only=True),
+    Case(
+        "query_shares_gpu",
+        Shape(3, 26, 13, 2500, 600, 64),
+        FP16,
+        dout=rows_of_all_sizes,
+        gpu_only=True,
+    ),
     # The gradient of o.
     Case("dout_zero_in_places", Shape(1, 2, 1, 133, 140, 64), BF16, dout=zero_in_places),
     Case("dout_zero", Shape(1, 1, 1, 40, 70, 64), FP16, dout=scaled_gradient(0)),

@@ -422,15 +422,18 @@ def in_rounds(blocks: int, num_work: int, num_tiles: int) -> list[list[Piece]]:
     ]
 
 
-def equal_shares(blocks: int, num_work: int, num_tiles: int) -> list[list[Piece]]:
-    """v12 without a mask, by block, in the order of time: as by Schedule's constructor and at().
+def equal_shares(
+    blocks: int, num_work: int, num_tiles: int, min_saved_tiles: int = MIN_SAVED_TILES
+) -> list[list[Piece]]:
+    """v12 without a mask, by block, in the order of time: as by Schedule's constructor and at();
+    and b10, whose blocks must save more tiles.
 
     A rest begins at the tile after the beginning's last one. (In v12 its `first` is that last one:
     P is handed over, and O += P V of it is left to the next block.)
     """
     full_rounds, left = divmod(num_work, blocks)
     saved = (blocks - left) * num_tiles
-    if left == 0 or blocks > MAX_BLOCKS or saved < MIN_SAVED_TILES * blocks:
+    if left == 0 or blocks > MAX_BLOCKS or saved < min_saved_tiles * blocks:
         return in_rounds(blocks, num_work, num_tiles)
     rounds = full_rounds - 1
 
