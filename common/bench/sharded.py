@@ -22,7 +22,7 @@ differences of the ring, by output: root mean square of the difference from one_
 timelines   by operation, of each rank, the GPU's kernels during a call of the ring, of the cell
             TIMELINE
 
-Where a round would take longer than LONG_ROUND_S, the call that tries an attention is its only
+Where a round would take longer than LONG_S, the call that tries an attention is its only
 sample; the ring's is then made under the profiler.
 """
 
@@ -94,8 +94,7 @@ LINK_BYTES = (16 << 20, 64 << 20, 512 << 20)
 
 CELL_S = 4.0  # of rounds
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
-# No peer makes a call that takes longer, and no round that takes longer is repeated.
-LONG_S, LONG_ROUND_S = 10.0, 20.0
+LONG_S = 10.0  # no peer makes a call that takes longer, and no round that takes longer is repeated
 TAKES_LONG = f"a call takes more than {LONG_S:g} s"
 EXPECTED_FLOPS_PER_S = 500e12  # of a GPU: tells beforehand how long a call will take
 
@@ -313,7 +312,7 @@ def _measure(
             outcomes[name] = {"missing": TAKES_LONG}
         else:
             chosen[name] = each
-    takes_long = sum(_seconds(operation, problem, e.gpus) for e in chosen.values()) > LONG_ROUND_S
+    takes_long = sum(_seconds(operation, problem, e.gpus) for e in chosen.values()) > LONG_S
     trials: dict[str, Trial] = {}
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, each in chosen.items():
