@@ -14,7 +14,7 @@ from pathlib import Path
 from .errors import UsageError
 from .patch import read_patch
 from .paths import ROOT
-from .step import LETTERS, Step, read_step
+from .step import LETTERS, Step, predecessor, read_step
 
 STEPS_DIR = ROOT / "steps"
 
@@ -85,15 +85,11 @@ def require_well_formed() -> None:
 
 
 def step_before(step: Step) -> Step | None:
-    """The step of the same ladder that this one changes. None where that file is malformed.
-
-    No step changes one that attention() takes only where all bits must repeat.
-    """
-    aside = {other.path for other in all_steps() if other.only_deterministic}
-    paths = (*_catalog().errors, *(other.path for other in all_steps()))
-    earlier = [p for p in paths if p.name[0] == step.name[0] and p.name < step.path.name]
-    before = max((p for p in earlier if p not in aside), default=None)
-    return next((other for other in all_steps() if other.path == before), None)
+    """The step of the same ladder that this one changes. None where that file is malformed."""
+    before = predecessor(step, all_steps())
+    names = [p.name for p in _catalog().errors if p.name[0] == step.name[0]]
+    between = [name for name in names if name < step.path.name]
+    return None if before is None or max(between, default="") > before.path.name else before
 
 
 def find_step(name: str | Path) -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +93,17 @@ class Step:
         """Raises UsageError where the step cannot run spec."""
         if reason := self.limits.refusal(spec):
             raise UsageError(f"{self.name} {reason}")
+
+
+def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
+    """The step of the same ladder that this one changes: the highest below it, of these.
+
+    Those that attention() takes only for deterministic=True are passed over: nothing builds on
+    them.
+    """
+    ladder = [each for each in steps if each.operation == step.operation]
+    below = [each for each in ladder if each.name < step.name and not each.only_deterministic]
+    return max(below, key=lambda each: each.name, default=None)
 
 
 def read_step(path: Path) -> Step:

@@ -1,15 +1,15 @@
 // b10 -- equal shares: one block begins a work, the next one finishes it; and blocks walk in phase
-// change: as in v12, without a mask all blocks get the same number of tiles of queries. Where that cuts a
-//     work, one block computes its first tiles at the beginning of its share, and leaves dK and dV in
+// change: as in v12, without a mask all blocks get the same number of tiles of queries. Where that cuts
+//     a work, one block computes its first tiles at the beginning of its share, and leaves dK and dV in
 //     global memory; the next one goes on from there at its end. With a mask, works are walked upward
-//     in every second round, not in the second half of the rounds
-// why: 1024 works on 132 SMs are 7.8 rounds and take 8: predicted: 1.03 times b08 without a mask. With
-//     one and four rounds or more, b08's blocks are at tiles all over the sequence: with 64 heads on 8
-//     and 65536 queries L2 holds a fifth of what they read and add to; predicted: 1.05 times
+//     in every second round of a section, not in its second half
+// why: 2048 works on 132 SMs are 15.5 rounds and take 16; predicted: 1.03 times b08 without a mask. With
+//     one, where a section has four rounds, b08's blocks are at tiles all over the sequence, far more
+//     than L2 holds; predicted: 1.05 times with 64 heads on 8 and 65536 queries
 // limits: bf16, fp16; head_dim 8-128 by 8; sm_90a
 //     needs 4 bytes of workspace for each element of dQ, and without a mask up to 19 MB
-// repeats: all bits but dq's, dk's, dv's; blocks add to dq in any order, and on another number of SMs
-//     the terms of dk and dv come in another order
+// repeats: all bits but dq's, dk's, dv's; blocks add to dq in any order. dk and dv repeat on one GPU,
+//     but with another number of SMs their terms come in another order
 #include "backward.cuh"
 #include "bulk.cuh"
 #include "dependent_launch.cuh"
@@ -104,7 +104,7 @@ struct HandedOver {
     Signal ready[4 * CONSUMERS];  // of each warp
 };
 constexpr int MAX_BLOCKS = 144;  // no device of this architecture has more SMs
-// Pieces and handing over take the time of some tiles, and must save each block more.
+// Pieces, and handing over, cost some tiles' time; each block must save more than that.
 constexpr int MIN_SAVED_TILES = 20;
 
 // The transpose of dS.
@@ -638,8 +638,8 @@ __device__ void compute(const BackwardParams& p, SharedMemory& smem, int warp) {
         const float factor = factor_of(p, work.batch, work.kv_head);
         const int first_key = work.first_key + warp_row;
         float dk_acc[DIM / 8][4] = {}, dv_acc[DIM / 8][4] = {};
-        // Who has the share before has taken its ticket earlier, or starts earlier, as GPUs start blocks in
-        // the order of their numbers; and hands over before it waits itself.
+        // The block with the share before has an earlier ticket, or a lower number, and GPUs start blocks
+        // in that order; and it hands over before it waits itself.
         if (!CAUSAL && work.is_rest) take_over(handed_over[work.share - 1], dk_acc, dv_acc, warp);
         float dq_acc[dq_columns(WARPGROUP) / 8][4];
 

@@ -95,7 +95,7 @@ LINK_BYTES = (16 << 20, 64 << 20, 512 << 20)
 CELL_S = 4.0  # of rounds
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 LONG_S = 10.0  # no peer makes a call that takes longer, and no round that takes longer is repeated
-TAKES_LONG = f"a call takes more than {LONG_S:g} s"
+TAKES_LONG = f"a call was expected to take more than {LONG_S:g} s"
 EXPECTED_FLOPS_PER_S = 500e12  # of a GPU: tells beforehand how long a call will take
 
 # Of one call's output, as root mean squares. Roundings of bf16 make 0.003, and a part that is lost

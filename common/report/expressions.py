@@ -4,8 +4,8 @@
     v04.tflops / v02.tflops : .1f        arithmetic: + - * / and parentheses
     v04.fa3_share : .0%                  one of derived.derived
     b03.error, b03.dk_error              the largest errors of the first output and of another
-    peers.sdpa_cudnn.time_ms : .3f       of the latest run of the forward ladder; beside a step's
-                                         time, of that run
+    peers.sdpa_cudnn.time_ms : .3f       of the latest run of the forward ladder; directly beside
+                                         a step's time, of that run
     peers_backward.sdpa_cudnn.time_ms    of the backward one
     experiments.v04_no_padding.gain : .2f
     grid.d64_causal_4096.v07 : .1f       TFLOP/s of a step or a peer in a cell of the grid
@@ -153,7 +153,7 @@ def _peer_of_run(tree: _Tree, run: str, record_set: RecordSet) -> _Value | None:
         return None
     records = record_set.of(_PEERS[name]).measured.records.values()
     record = next((record for record in records if record["run"] == run), None)
-    return record and _walk(record, derived, ["peers", *keys], tree)
+    return None if record is None else _walk(record, derived, ["peers", *keys], tree)
 
 
 def _operand(text: str, record_set: RecordSet) -> _Value:

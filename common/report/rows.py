@@ -14,6 +14,7 @@ from ..operation import OPERATIONS, operation_of
 from ..problem import SHARDED
 from ..quiet import quiet_turns
 from ..record_schema import CACHES, FA3, NAIVE, NUMBER, RING, SHARES
+from ..step import predecessor
 from .derived import (
     ONE_GPU,
     ULYSSES,
@@ -381,12 +382,12 @@ def counters(record_set: RecordSet, step: str) -> list[Row]:
 
     What Nsight Compute counted, or None.
     """
-    ladder = record_set.of(operation_of(step)).steps
-    earlier = [each.name for each in ladder if each.name < step and not each.only_deterministic]
+    steps = record_set.of(operation_of(step)).steps
+    previous = predecessor(next(each for each in steps if each.name == step), steps)
     kernels = _counters(record_set, step)
     if isinstance(kernels, str):
         return [{"step": step, "status": kernels}]
-    before = _counters(record_set, earlier[-1]) if earlier else {}
+    before = _counters(record_set, previous.name) if previous else {}
     found = []
     for kernel, row in kernels.items():
         if not isinstance(before, str) and kernel in before:

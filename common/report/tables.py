@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ..metrics import OPCODES
@@ -11,6 +12,7 @@ from ..operation import BACKWARD, FORWARD, OPERATIONS, Operation
 from ..problem import TRAINED
 from ..quiet import QUIET
 from ..record_schema import FA3_DETERMINISTIC, OURS, RING, SDPA, SHARES, WORKLOADS
+from ..step import predecessor
 from ..text import kib, label, listed, markdown, megabytes
 from . import rows
 from .derived import CONTEXT_PARALLEL, derived, first_that_run, peer_ratios
@@ -81,11 +83,21 @@ def _conditions(ladder: Ladder) -> str:
         "Registers and shared memory: one number per kernel. "
         f"Peak memory: {_peak_memory(operation)}Max error: {_max_error(operation)}; "
         f"torch in {shape['dtype']} has {derived(record)['torch_error']:.1e}. "
-        "Step gain: against the step before, same run."
+        f"{_gains(ladder)}"
     )
     if len({record["run"] for record in ladder.measured.records.values()}) > 1:
         text += " The steps were not all measured in one run; the peers' rows are the latest run's."
     return text
+
+
+def _gains(ladder: Ladder) -> str:
+    """Over which step each gains: not all change the one before."""
+    text = "Step gain: over the step before, same run"
+    for before, step in pairwise(ladder.steps):
+        changed = predecessor(step, ladder.steps)
+        if changed and changed != before:
+            text += f"; of {step.name} over {changed.name}"
+    return f"{text}."
 
 
 def _device_states(states: Sequence[dict | str]) -> str:

@@ -338,7 +338,8 @@ def _launch(
 
     Forward's steps share the work out among their blocks beforehand, so that one that had to wait
     for an SM, while tensors travel, would end as much later than all others. Backward's take it
-    from a counter: such a block takes less.
+    from a counter: such a block takes less. (But b10's last shares without a mask are equal: a
+    block that comes late ends late.)
     """
     options = ring.options
     operands = zip(operation.inputs, inputs, strict=True)

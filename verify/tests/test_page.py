@@ -70,6 +70,8 @@ def test_every_step_has_its_article(open_page):
     assert shown == [step.name for step in all_steps()]
     for step in all_steps():
         assert step.title in page.locator(f"#{step.name} h3").text_content()
+    for name in ("b09", "b10"):  # nothing builds on b09
+        assert "from b08:" in page.locator(f"#{name} .listing summary").text_content()
 
 
 def test_a_listing_is_colored_when_it_is_opened_and_keeps_its_text(open_page):

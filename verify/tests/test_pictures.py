@@ -25,9 +25,8 @@ from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from common.step import Step, read_step
 from verify.reference import gradients_reference
-from verify.tests.fake_records import fake_pictures
+from verify.tests.fake_records import B_STEP, V_STEP, fake_pictures
 
-V12, B08 = find_step("v12"), find_step("b08")
 CELLS, EACH = pictures.CELLS, pictures.SEQ // pictures.CELLS
 
 
@@ -54,7 +53,7 @@ def heads_of(record: dict) -> dict[str, dict]:
 
 
 def test_the_steps_that_attention_takes_are_run(record) -> None:
-    assert list(record["sources"]) == ["v12", "b08"]
+    assert list(record["sources"]) == [V_STEP.name, B_STEP.name]
     assert find_error({"device": "a device", **record}, PICTURES_RECORD) is None
 
 
@@ -170,15 +169,15 @@ def test_a_step_can_be_chosen() -> None:
 
 def test_table_and_plot(tmp_path) -> None:
     folder = tmp_path / "profiles" / "h200"
-    write_record(folder / "pictures.json", fake_pictures(V12, B08))
+    write_record(folder / "pictures.json", fake_pictures(V_STEP, B_STEP))
     record_set = load_record_set(folder, tmp_path)
     text = tables.pictures(record_set)
     assert "| layer 0 | causal | 2.00e-03 / 4.00e-03 |" in text
-    assert "v12 and b08" in text
+    assert f"{V_STEP.name} and {B_STEP.name}" in text
     drawn = render_plots(record_set)
     assert {"pictures.svg", "pictures_dark.svg"} == set(drawn)
     assert drawn["pictures.svg"].count("<rect") > 5
-    stale = fake_pictures(V12, B08)
+    stale = fake_pictures(V_STEP, B_STEP)
     stale["sources"]["v12"] = {"code_sha256": "0"}
     write_record(folder / "pictures.json", stale)
     record_set = load_record_set(folder, tmp_path)
@@ -188,9 +187,9 @@ def test_table_and_plot(tmp_path) -> None:
 
 def test_pictures_of_other_code_are_stale(tmp_path) -> None:
     path = tmp_path / "pictures.json"
-    write_record(path, fake_pictures(V12, B08))
+    write_record(path, fake_pictures(V_STEP, B_STEP))
     assert not load_record_set(tmp_path, tmp_path).pictures.stale
-    write_record(path, fake_pictures(V12, B08) | {"made_by": {"bench/pictures.py": "0"}})
+    write_record(path, fake_pictures(V_STEP, B_STEP) | {"made_by": {"bench/pictures.py": "0"}})
     assert load_record_set(tmp_path, tmp_path).pictures.stale
 
 
@@ -218,7 +217,7 @@ def test_without_a_record(tmp_path) -> None:
     ],
 )
 def test_a_malformed_record_is_named(tmp_path, change: Callable[[dict], object], told: str) -> None:
-    malformed = deepcopy(fake_pictures(V12, B08))
+    malformed = deepcopy(fake_pictures(V_STEP, B_STEP))
     change(malformed)
     write_record(tmp_path / "pictures.json", malformed)
     with pytest.raises(UsageError, match=f"pictures.json: the record: {told}"):
@@ -241,7 +240,7 @@ def folders(tmp_path, monkeypatch) -> tuple[Path, Path]:
 
 def drawn_by_the_command(names: list[str], build: Path, device: str, monkeypatch, capsys) -> str:
     """What the command says that records nothing; measuring is left out."""
-    without_device = fake_pictures(V12, B08)
+    without_device = fake_pictures(V_STEP, B_STEP)
     del without_device["device"]
     monkeypatch.setattr(pictures, "measure_pictures", lambda *_: without_device)
     monkeypatch.setattr(commands, "_report_regenerated", lambda: pytest.fail("regenerated"))
@@ -287,11 +286,11 @@ def test_the_steps_that_attention_takes_are_recorded(folders, monkeypatch, capsy
     monkeypatch.setattr(commands, "GpuBackend", CpuBackend)
     monkeypatch.setattr(pictures, "record_pictures", record_fake)
     monkeypatch.setattr(commands, "_report_regenerated", lambda: None)
-    for names in ([], ["12", "b08"]):
+    for names in ([], [V_STEP.name, B_STEP.name]):
         assert commands.pictures(names) == 0
-    assert recorded == [(V12, B08)] * 2
+    assert recorded == [(V_STEP, B_STEP)] * 2
     assert not build.exists()
-    assert "v12 and b08" in capsys.readouterr().out
+    assert f"{V_STEP.name} and {B_STEP.name}" in capsys.readouterr().out
 
 
 def test_an_interrupted_run_keeps_the_old_record(folders, record, monkeypatch) -> None:
@@ -299,7 +298,7 @@ def test_an_interrupted_run_keeps_the_old_record(folders, record, monkeypatch) -
     heads = iter(made_up)
     monkeypatch.setattr(pictures, "measure_head", lambda *_, **__: next(heads))
     monkeypatch.setattr(pictures, "versions", lambda: {"device": "NVIDIA H200"})
-    path = pictures.record_pictures(CpuBackend(), (V12, B08))
+    path = pictures.record_pictures(CpuBackend(), (V_STEP, B_STEP))
     assert path == folders[0] / "h200/pictures.json"
     assert load_record_set(path.parent, folders[0]).pictures.record["heads"] == made_up
     old = path.read_bytes()
@@ -313,13 +312,13 @@ def test_an_interrupted_run_keeps_the_old_record(folders, record, monkeypatch) -
 
     monkeypatch.setattr(pictures, "measure_head", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pictures.record_pictures(CpuBackend(), (V12, B08))
+        pictures.record_pictures(CpuBackend(), (V_STEP, B_STEP))
     assert path.read_bytes() == old
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_map_is_drawn_to_its_last_cell() -> None:
-    drawing = draw_pictures(Whole(fake_pictures(V12, B08), stale=False))
+    drawing = draw_pictures(Whole(fake_pictures(V_STEP, B_STEP), stale=False))
     assert "local" in drawing.svg(0)
     assert "layer 0, causal" in drawing.svg(1)
 

@@ -315,6 +315,12 @@ def test_a_ladder_without_its_letter_is_forward(backward_root):
     assert readme.count("not measured\n\n<!-- end -->") == 3  # the forward grid, twice; training
 
 
+def test_gains_are_told_over_what_a_step_changes():
+    readme = (ROOT / "README.md").read_text()
+    assert "Step gain: over the step before, same run; of b10 over b08." in readme
+    assert "Step gain: over the step before, same run." in readme
+
+
 def test_a_ladder_on_another_gpu(backward_root):
     folder, device = backward_root / "profiles/h100", {"device": "NVIDIA H100 80GB HBM3"}
     write_record(folder / "b01.json", fake_record(B01) | device)

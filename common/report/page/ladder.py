@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from html import escape
-from itertools import pairwise
 from urllib.parse import quote
 
 from ...record_schema import NUMBER
-from ...step import Step
+from ...step import Step, predecessor
 from ...text import kib
 from .. import rows
 from ..compare import source_diff
@@ -28,11 +27,16 @@ _DIAGRAM = re.compile(r'<img alt="(?P<alt>[^"]*)" src="figures/(?P<name>\w+)\.sv
 def section(ladder: Ladder, worklog: str, figures: Mapping[str, str]) -> Section:
     """worklog is the text of worklog.md; figures are the diagrams by their files' names."""
     operation = ladder.operation
-    previous = {after: before for before, after in pairwise(ladder.steps)}
     found = {row["name"]: row for row in rows.steps(ladder)}
     chapters = _chapters(worklog)
     articles = [
-        _article(step, previous.get(step), found[step.name], chapters.get(step.name), figures)
+        _article(
+            step,
+            predecessor(step, ladder.steps),
+            found[step.name],
+            chapters.get(step.name),
+            figures,
+        )
         for step in ladder.steps
     ]
     shape = operation.headline.shape
@@ -110,7 +114,7 @@ def _numbers(row: Row) -> str:
         ("Time", f"{row['time_ms']:.4g} ms"),
         ("TFLOP/s", f"{row['tflops']:.4g}"),
         ("of FlashAttention-3", row["fa3_share"] and f"{row['fa3_share']:.1%}"),
-        ("over the step before", row["gain"] and f"{row['gain']:.2f} ×"),
+        ("over the step that it changes", row["gain"] and f"{row['gain']:.2f} ×"),
         ("Registers", " / ".join(map(str, row["registers"]))),
         ("Shared memory", " / ".join(map(kib, row["smem_bytes"]))),
     ]
@@ -120,7 +124,7 @@ def _numbers(row: Row) -> str:
 
 
 def _listing(step: Step, previous: Step | None) -> str:
-    """What changed from the step before, or the whole of the first one."""
+    """What changed from the step that it changes, or the whole of the first one."""
     if previous is None:
         text, title = step.path.read_text(encoding="utf-8"), "All of it"
     else:
