@@ -82,8 +82,7 @@ def _conditions(ladder: Ladder) -> str:
         f"L2 flushed before each call. {states} {_flops(operation)}"
         "Registers and shared memory: one number per kernel. "
         f"Peak memory: {_peak_memory(operation)}Max error: {_max_error(operation)}; "
-        f"torch in {shape['dtype']} has {derived(record)['torch_error']:.1e}. "
-        f"{_gains(ladder)}"
+        f"torch in {shape['dtype']} has {derived(record)['torch_error']:.1e}. {_gains(ladder)}"
     )
     if len({record["run"] for record in ladder.measured.records.values()}) > 1:
         text += " The steps were not all measured in one run; the peers' rows are the latest run's."
