@@ -15,11 +15,13 @@ from functools import partial
 
 from ..operation import FORWARD, Operation
 from ..problem import SHARDED, Problem
+from ..records import gpu_folder
 from ..ring_lanes import choose_blocks
 from .derived import ONE_GPU
 
 SMS = 132  # of an H100 or H200
-HBM_BYTES_PER_S = 4.25e12  # read and written by a copy, on an H200
+# Read and written by a copy; of a GPU that is not among them, as of an H100.
+HBM_BYTES_PER_S = {"h200": 4.25e12, "h100": 3.0e12}
 GPUS_OF_A_HOST = 8  # beyond them a ring leaves the host,
 NETWORK_BYTES_PER_S = 50e9  # by a network card of 400 Gbit/s for each GPU
 ELEMENT, SUM = 2, 4  # bytes: of bf16, and of what is summed or averaged of several parts
@@ -31,8 +33,8 @@ class Machine:
 
     flops_per_s: float
     exchange_bytes_per_s: Callable[[int], float]  # each way, by how many of NCCL's blocks
+    hbm_bytes_per_s: float
     sms: int = SMS
-    hbm_bytes_per_s: float = HBM_BYTES_PER_S
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,12 @@ def machine_of(record: dict, operation: Operation, problem: Problem, gpus: int) 
     rate = _rate_of_one_gpu(record, operation, problem)
     if rate is None:
         return None
-    return Machine(1e12 * rate, partial(link_bytes_per_s, record["link"], gpus=gpus))
+    exchange_bytes_per_s = partial(link_bytes_per_s, record["link"], gpus=gpus)
+    return Machine(1e12 * rate, exchange_bytes_per_s, hbm_bytes_per_s(record["device"]))
+
+
+def hbm_bytes_per_s(device: str) -> float:
+    return HBM_BYTES_PER_S.get(gpu_folder(device), HBM_BYTES_PER_S["h100"])
 
 
 def link_bytes_per_s(link: Sequence[dict], blocks: int, gpus: int) -> float:
@@ -112,6 +119,10 @@ class _Call:
         flops = self.operation.flops(self.problem) / self.gpus**2
         return choose_blocks(messages, itemsize * self.key_elements, flops, self.gpus)[1]
 
+    def step_without_s(self, blocks: int) -> float:
+        """On the SMs that so many of NCCL's blocks leave."""
+        return self.step_s * self.machine.sms / (self.machine.sms - blocks)
+
     def exchange_s(self, num_bytes: int, blocks: int) -> float:
         return num_bytes / self.machine.exchange_bytes_per_s(blocks)
 
@@ -126,7 +137,7 @@ def _forward_s(call: _Call) -> float:
     """
     blocks = call.blocks(2, ELEMENT)
     travel_s = call.exchange_s(2 * ELEMENT * call.key_elements, blocks)
-    beside_s = call.step_s * call.machine.sms / (call.machine.sms - blocks)
+    beside_s = call.step_without_s(blocks)
     seconds = 0.0
     for step in range(call.gpus):
         merge_s = call.memory_s(call.query_elements * merged_bytes(step, call.gpus))
@@ -160,13 +171,17 @@ def _backward_s_of(call: _Call, queries: float, keys: float) -> float:
     kept = ELEMENT if gpus == 2 else SUM  # an element of what is added to the own part, at the end
     seconds = 0.0
     for step in reversed(range(gpus)):
-        travel_s = call.exchange_s(2 * call.key_elements * sent_bytes(step, gpus), blocks)
-        beside_s = call.step_s
+        sent = sent_bytes(step, gpus)
+        travel_s = call.exchange_s(2 * call.key_elements * sent, blocks)
+        if step == 0 and call.problem.causal:
+            # Its kernel takes work from a counter: it lacks those SMs while the tensors travel.
+            beside_s = call.step_s + travel_s * blocks / call.machine.sms
+        else:
+            beside_s = call.step_without_s(blocks if sent else 0)
         if step > 0 and gpus > 2:  # dQ: the first part becomes float32, others are added
             dq_bytes = ELEMENT + SUM if step == gpus - 1 else SUM + ELEMENT + SUM
             beside_s += call.memory_s(dq_bytes * queries * call.query_elements)
-        # The kernels take their work from a counter: they lack those SMs while the tensors travel.
-        seconds += max(beside_s + travel_s * blocks / call.machine.sms, travel_s)
+        seconds += max(beside_s, travel_s)
         if 0 < step < gpus - 1:
             to_float32 = ELEMENT + SUM if step == gpus - 2 else 0
             added = (SUM + ELEMENT + SUM) * keys

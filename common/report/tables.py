@@ -17,7 +17,7 @@ from ..text import kib, label, listed, markdown, megabytes
 from . import rows
 from .derived import CONTEXT_PARALLEL, derived, first_that_run, peer_ratios
 from .record_set import NOT_MEASURED, STALE, Cells, Ladder, RecordSet
-from .ring_model import HBM_BYTES_PER_S, NETWORK_BYTES_PER_S
+from .ring_model import NETWORK_BYTES_PER_S, hbm_bytes_per_s
 from .rows import Row, latest_steps
 
 Cell = Callable[[Row], str]  # the text of one column in a row
@@ -620,9 +620,9 @@ def sharded_model(record_set: RecordSet) -> str:
         f"{gpus} × {whole.record['device']}: from the speed of one GPU, on the same N or the "
         f"longest that was measured, and what NCCL's blocks move there each way ({rates}, in "
         f"GB/s); beyond 8 GPUs at most {NETWORK_BYTES_PER_S / 1e9:.0f} GB/s a GPU, of a network. "
-        f"Merges and sums at {HBM_BYTES_PER_S / 1e12:.3g} TB/s. A step: the products of one step "
-        "of the ring, by themselves; of what it takes to launch a kernel or to begin a message the "
-        "model knows nothing, so short steps are slower than it says."
+        f"Merges and sums at {hbm_bytes_per_s(whole.record['device']) / 1e12:.3g} TB/s. A step: "
+        "the products of one step of the ring, by themselves; of what it takes to launch a kernel "
+        "or to begin a message the model knows nothing, so short steps are slower than it says."
     )
 
 

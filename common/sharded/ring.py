@@ -255,12 +255,13 @@ def _backward(
         sent_keys = keys if step > 1 else []  # in step 0 the keys are the rank's own
         arrive = ring.pass_on(lane, step, sent_keys, sums) if sent_keys or sums else None
         part = ring.part(step)
+        busy_sms = lane.sms if arrive and not part.causal else 0
         if step > 0:
-            of_queries, of_keys = _part_gradients(ring, part, inputs, keys)
+            of_queries, of_keys = _part_gradients(ring, part, inputs, keys, busy_sms)
             others.add(part.first_query, of_queries)
             del of_queries
         else:
-            _launch(ring, BACKWARD, inputs, gradients, part.causal)
+            _launch(ring, BACKWARD, inputs, gradients, part.causal, busy_sms)
         keys, arrived = arrive() if arrive else ([], [])
         del arrive, sent_keys  # which hold what has been sent
         if step > 0:
@@ -273,14 +274,15 @@ def _backward(
 
 
 def _part_gradients(
-    ring: Ring, part: Part, inputs: Sequence[Tensor], keys: Sequence[Tensor]
+    ring: Ring, part: Part, inputs: Sequence[Tensor], keys: Sequence[Tensor], busy_sms: int
 ) -> tuple[Tensor, list[Tensor]]:
     """dq of the part's queries; dk and dv of the keys that they see."""
     q, _, _, o, lse, dout = (t[:, :, part.first_query :] for t in inputs)
     keys = [t[:, :, part.keys] for t in keys]
     of_queries, of_keys = torch.empty_like(q), [torch.empty_like(t) for t in keys]
     if q.shape[2]:
-        _launch(ring, BACKWARD, (q, *keys, o, lse, dout), (of_queries, *of_keys), part.causal)
+        inputs, outputs = (q, *keys, o, lse, dout), (of_queries, *of_keys)
+        _launch(ring, BACKWARD, inputs, outputs, part.causal, busy_sms)
     else:
         for t in of_keys:
             t.zero_()
@@ -332,14 +334,13 @@ def _launch(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     causal: bool,
-    busy_sms: int = 0,
+    busy_sms: int,
 ) -> None:
     """The step that attention() takes, on all SMs but busy_sms of them.
 
-    Forward's steps share the work out among their blocks beforehand, so that one that had to wait
-    for an SM, while tensors travel, would end as much later than all others. Backward's take it
-    from a counter: such a block takes less. (But b10's last shares without a mask are equal: a
-    block that comes late ends late.)
+    Forward's steps, and backward's without a mask, share work out among their blocks beforehand: of
+    these one that had to wait for an SM, while tensors travel, would end as much later than all
+    others. Backward's with a mask take it from a counter: such a block takes less.
     """
     options = ring.options
     operands = zip(operation.inputs, inputs, strict=True)

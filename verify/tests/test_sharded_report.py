@@ -189,14 +189,27 @@ def test_markers(record_set, tmp_path, monkeypatch):
     monkeypatch.setitem(REQUIRED_TABLES, "text.md", ())
     loaded, path = record_set(2), tmp_path / "text.md"
     markers = [f"table: {name}" for name in ("sharded", "sharded h100", "sharded_model")]
-    markers.append("= sharded_x2.h16_causal_32768.forward.ring.of_ideal : .2f")
+    number = "sharded_x2.h16_causal_32768.forward.ring.of_ideal : .2f"
+    markers += [f"= {number}", f"= h200 {number}", f"= h100 {number}"]
     path.write_text("".join(f"<!-- {marker} --><!-- end -->" for marker in markers))
     filled = render(path, loaded, []).split("<!-- end -->")
-    here, other, model, number = (text.split(" -->")[1].strip() for text in filled[:-1])
+    here, other, model, *numbers = (text.split(" -->")[1].strip() for text in filled[:-1])
     assert here == tables.sharded(loaded)
     assert other == "not measured"
     assert model == tables.sharded_model(loaded)
-    assert number == "0.95"
+    assert numbers == ["0.95", "0.95", "not measured"]
+
+
+def test_numbers_of_another_gpu(record_set, tmp_path):
+    write_record(tmp_path / "profiles/h100x2/sharded.json", fake_sharded())
+    other = load_record_set(tmp_path / "profiles/h100", tmp_path)
+    path = "sharded_x2.h16_causal_32768.forward"
+    ratio = f"{path}.one_gpu.time_ms / {path}.ring.time_ms : .2f"
+    assert evaluate(f"h100 {ratio}", record_set(), [other]) == "1.90"
+    assert evaluate(f"h100 ({path}.ring.time_ms - 1) : .1f", record_set(), [other]) == "9.0"
+    assert evaluate(ratio, record_set(), [other]) == "not measured"
+    with pytest.raises(UsageError, match="does not read like"):
+        evaluate(f"h100 {path}.ring.time_ms h200", record_set(), [other])
 
 
 def other_tables(worklog: str) -> list[str]:
@@ -325,8 +338,10 @@ def test_a_slow_link_is_waited_for(gpus):
     assert backward.seconds == pytest.approx(expected_s + backward.step_s * (gpus == 2))
 
 
-def test_sms_that_nccl_takes_are_lost_to_all_of_a_forward_kernel():
-    """And to backward's only while the tensors travel, here half as long as a step computes."""
+def test_sms_that_nccl_takes_are_lost_to_all_of_a_kernel():
+    """But to backward's with a mask only while the tensors travel, here half as long as a step
+    computes.
+    """
     step_s = predict(FORWARD, CAUSAL, 2, machine()).step_s
     message_bytes = 2 * 16 * 65536 * 128
     _, blocks = choose_blocks(2, message_bytes, FORWARD.flops(CAUSAL) / 4, 2)
@@ -340,6 +355,12 @@ def test_sms_that_nccl_takes_are_lost_to_all_of_a_forward_kernel():
     few = machine(sms=4 * blocks, exchange_bytes_per_s=lambda blocks: rate)
     seconds = predict(BACKWARD, CAUSAL, 2, few).seconds
     assert seconds == pytest.approx(2 * step_s + step_s / 2 / 4)
+
+    problem = SHARDED["h16_131072"]
+    step_s = predict(BACKWARD, problem, 2, machine()).step_s
+    _, blocks = choose_blocks(2, message_bytes, BACKWARD.flops(problem) / 4, 2)
+    seconds = predict(BACKWARD, problem, 2, machine(sms=4 * blocks)).seconds
+    assert seconds == pytest.approx(step_s + step_s * 4 / 3)  # nothing travels beside the first
 
 
 @pytest.mark.parametrize(
@@ -444,6 +465,47 @@ def test_what_is_sent_and_merged_is_what_the_ring_sends_and_merges(monkeypatch, 
     for operation in OPERATIONS.values():
         predict(operation, problem, gpus, machine())
     assert {(*terms, gpus) for terms in asked} == {*modelled}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rank", "gpus"), [(0, 2), (1, 2), (0, 3), (2, 3)])
+def test_launches_leave_the_exchange_its_sms(monkeypatch, rank, gpus, causal):
+    """But for backward's with a mask, which take work from a counter."""
+    events, seq = [], 4
+
+    class Lane:
+        turn, sms = 1, 3
+
+        def pass_on(self, sent, received):
+            events.append("exchange")
+            return lambda: events.append("arrived")
+
+    def launch(ring, operation, inputs, outputs, causal, busy_sms):
+        events.append(((operation, causal), busy_sms))
+
+    monkeypatch.setattr(sharded_ring, "_launch", launch)
+    for name in ("merge", "add"):
+        monkeypatch.setattr(sharded_ring, name, lambda *_, **__: None)
+    ring = Ring(
+        1,
+        SimpleNamespace(rank=rank, size=gpus, lane=lambda *_: Lane()),
+        (Shard(seq, seq, transposed=False),) * gpus,
+        Options(causal, softmax_scale=1.0, deterministic=False),
+    )
+    q, k, v = (torch.zeros(1, 1, seq, 8, dtype=torch.bfloat16) for _ in range(3))
+    sharded_ring._forward(ring, q, k, v)
+    sharded_ring._backward(ring, (q, k, v, q, torch.zeros(1, 1, seq), q), [k, v])
+    launches, busy = [], False
+    for event in events:
+        if isinstance(event, str):
+            busy = event == "exchange"
+        else:
+            launches.append((event, busy))
+    assert len(launches) == 2 * gpus
+    of_backward = 1 if gpus == 2 else gpus
+    assert [beside for _, beside in launches].count(True) == gpus - 1 + of_backward
+    for (call, busy_sms), beside in launches:
+        assert busy_sms == (3 if beside and call != (BACKWARD, True) else 0)
 
 
 def test_the_fewest_blocks_are_chosen_that_hide_the_messages():
