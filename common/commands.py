@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -218,7 +219,10 @@ def bench_sharded(gpus: int) -> int:
             "those that are here"
         )
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
-    ended = subprocess.run([sys.executable, "-m", *launcher, "-m", "common.bench.sharded"])
+    # The largest cells fill a GPU of 80 GB, where blocks that cannot grow leave gaps.
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    command = [sys.executable, "-m", *launcher, "-m", "common.bench.sharded"]
+    ended = subprocess.run(command, env=environment)
     if ended.returncode:
         return 1
     device = torch.cuda.get_device_name()

@@ -23,7 +23,7 @@ timelines   by operation, of each rank, the GPU's kernels during a call of the r
             TIMELINE
 
 Where a round would take longer than LONG_S, the call that tries an attention is its only
-sample; the ring's is then made under the profiler.
+sample; the ring's is then made under the profiler. Kernels have been loaded by shorter calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -49,7 +49,7 @@ from verify.case import Case
 from .. import attention, sharded
 from ..cli import guarded
 from ..errors import UsageError
-from ..operation import FORWARD, OPERATIONS, Operation
+from ..operation import BACKWARD, FORWARD, OPERATIONS, Operation
 from ..paths import BUILD_DIR
 from ..problem import SHARDED, Problem
 from ..record_schema import RING, SHARDED_ATTENTIONS
@@ -94,6 +94,7 @@ LINK_BYTES = (16 << 20, 64 << 20, 512 << 20)
 
 CELL_S = 4.0  # of rounds
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
+LOADING_S = 0.5  # of backward, at most, in the calls that load the kernels of a longer cell
 LONG_S = 10.0  # no peer makes a call that takes longer, and no round that takes longer is repeated
 TAKES_LONG = f"a call was expected to take more than {LONG_S:g} s"
 EXPECTED_FLOPS_PER_S = 500e12  # of a GPU: tells beforehand how long a call will take
@@ -179,7 +180,10 @@ def measure_sharded() -> Path:
         if case.name in measured:
             continue
         start = time.monotonic()
-        cell, kernels = measure_cell(case, backend)
+        try:
+            cell, kernels = measure_cell(case, backend)
+        except UsageError as error:
+            raise UsageError(f"{case.name}: {error}") from error
         record["cells"].append(cell)
         if case.name == TIMELINE:
             record["timelines"] = {name: _timeline(ranks) for name, ranks in kernels.items()}
@@ -229,10 +233,11 @@ def _exchange(lane, sent: Tensor, received: Tensor) -> None:
 def measure_cell(case: Case, backend: GpuBackend) -> tuple[dict, dict[str, list[list[Interval]]]]:
     """An entry of the record's cells; and by operation, of each rank, the kernels of a call."""
     problem, run = case.problem, from_first_rank(new_run())
+    route = " and ".join(step.name for step in steps_for(backend, problem))
+    _load_kernels(problem, route)
     environment = {"before": device_state()}
     measured, kernels = {}, {}
     with ExitStack() as stack:
-        route = " and ".join(step.name for step in steps_for(backend, problem))
         attentions = _load(problem, route, stack)
         for operation in OPERATIONS.values():
             outcomes, of_ranks = _measure(operation, problem, attentions)
@@ -243,6 +248,32 @@ def measure_cell(case: Case, backend: GpuBackend) -> tuple[dict, dict[str, list[
             kernels[operation.name] = of_ranks
     environment["after"] = device_state()
     return {**describe_cell(case, environment), "run": run, **measured}, kernels
+
+
+def _load_kernels(problem: Problem, route: str) -> None:
+    """By calls on a shorter sequence, where the problem's own take long.
+
+    The first call with such tensors loads kernels, and for that CUDA waits until the GPU has
+    nothing to do, an exchange included.
+    """
+    shorter, gpus = problem, dist.get_world_size()
+    while _seconds(BACKWARD, shorter, gpus) > LOADING_S:
+        seq = shorter.shape.seq_q // 2
+        shorter = replace(shorter, shape=replace(shorter.shape, seq_q=seq, seq_k=seq))
+    if shorter == problem:
+        return
+    with ExitStack() as stack:
+        attentions = _load(shorter, route, stack)
+        for operation in OPERATIONS.values():
+            for name, each in attentions.items():
+                try:
+                    if not isinstance(each, str):
+                        each.call(operation)
+                except REFUSALS:
+                    if name == RING:
+                        raise
+        del attentions, each
+    torch.cuda.empty_cache()
 
 
 def _load(problem: Problem, route: str, stack: ExitStack) -> dict[str, Attention | str]:

@@ -11,14 +11,23 @@ import torch
 
 from common import commands
 from common.__main__ import main
-from common.bench import kernel_trace
+from common.bench import kernel_trace, sharded
 from common.bench.kernel_trace import EXCHANGE, Interval, hidden_share
-from common.bench.sharded import _outcome, _seconds, _timeline, read_unfinished
+from common.bench.sharded import (
+    ONE_GPU,
+    Attention,
+    _load_kernels,
+    _outcome,
+    _seconds,
+    _timeline,
+    read_unfinished,
+)
 from common.operation import BACKWARD, FORWARD
 from common.paths import ROOT
 from common.problem import SHARDED
-from common.record_schema import SHARDED_RECORD, find_error
+from common.record_schema import RING, SHARDED_RECORD, find_error
 from common.records import gpus_folder, read_record, write_record
+from common.report.derived import ULYSSES
 
 
 def interval(what: str, start_ms: float, end_ms: float) -> Interval:
@@ -141,7 +150,7 @@ def test_there_must_be_as_many_gpus(monkeypatch, capsys, gpus):
 def test_a_run_that_fails_is_a_failure(monkeypatch):
     commands_run = []
 
-    def run(command):
+    def run(command, env):
         commands_run.append(command)
         return subprocess.CompletedProcess(command, 1)
 
@@ -152,6 +161,34 @@ def test_a_run_that_fails_is_a_failure(monkeypatch):
     assert " ".join(commands_run[0][1:]) == (
         "-m torch.distributed.run --standalone --nproc-per-node 2 -m common.bench.sharded"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "seq"), [("h16_causal_32768", None), ("h64_131072", 65536), ("h64_1048576", 65536)]
+)
+def test_kernels_of_long_calls_are_loaded_by_shorter_ones(monkeypatch, name, seq):
+    loaded, calls = [], []
+
+    def call(each, operation):
+        calls.append((each.route, operation))
+        if each.route == ULYSSES:
+            raise RuntimeError("out of memory")
+
+    def load(problem, route, stack):
+        loaded.append(problem)
+        found = {name: Attention(lambda: None, (), None, name, 2) for name in (RING, ULYSSES)}
+        return found | {ONE_GPU: "takes too long"}
+
+    monkeypatch.setattr(sharded.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(sharded, "_load", load)
+    monkeypatch.setattr(Attention, "call", call)
+    _load_kernels(SHARDED[name], "v12 and b10")
+    assert [(problem.shape.seq_q, problem.shape.seq_k) for problem in loaded] == (
+        [(seq, seq)] if seq else []
+    )
+    assert {problem.shape.heads for problem in loaded} <= {SHARDED[name].shape.heads}
+    expected = [(each, operation) for operation in (FORWARD, BACKWARD) for each in (RING, ULYSSES)]
+    assert calls == (expected if seq else [])
 
 
 def test_the_folder_says_how_many_gpus():
@@ -166,6 +203,7 @@ from common.bench import sharded
 from common.problem import Problem, Shape
 sharded.PROFILES_DIR = sharded.BUILD_DIR = Path(sys.argv[1])
 sharded.TIMELINE = "small_causal"
+sharded.LOADING_S = 5e-6  # which the second one takes longer than
 sharded.SHARDED = {
     "small_causal": Problem(Shape(1, 4, 2, 1030, 1030, 128), "bf16", True),
     "small": Problem(Shape(1, 2, 2, 2048, 2048, 128), "bf16"),
