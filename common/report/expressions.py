@@ -22,6 +22,7 @@
                                                          ...ring.communication.hidden and, of
                                                          derived.ring_ratios, ...ring.of_ideal
     sharded_x2.link.4.512                GB/s each way, of 4 of NCCL's blocks and 512 MiB
+    h100 grid.d64_causal_4096.v07        any of these, of the records in profiles/h100
 
 A dotted path walks through the record's JSON and the numbers derived from it; "sass" and "banks"
 lead to the static record of the step or experiment. What has no record, or one whose source has
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
@@ -42,6 +43,7 @@ from ..record_schema import RING, SHARES, WORKLOADS
 from .derived import derived, ring_ratios, static_derived
 from .record_set import NOT_MEASURED, STALE, RecordSet, Whole
 
+_FOLDER = re.compile(r"\s*([a-z]\w+)\s+(?=[a-z\d(])")  # of a GPU, in profiles/
 _TOKEN = re.compile(r"\s*([a-z_][\w.]*|\d+(?:\.\d+)?|[-+*/()])\s*")
 _PRECEDENCE = ({"+": operator.add, "-": operator.sub}, {"*": operator.mul, "/": operator.truediv})
 _STATIC = {"sass", "banks"}
@@ -69,10 +71,19 @@ class _Value:
 _Tree = str | tuple[Callable[[float, float], float], "_Tree", "_Tree"]
 
 
-def evaluate(expression: str, record_set: RecordSet) -> str:
-    """The text of an inline number. Raises UsageError for an expression that means nothing."""
+def evaluate(expression: str, record_set: RecordSet, others: Sequence[RecordSet] = ()) -> str:
+    """The text of an inline number. Raises UsageError for an expression that means nothing.
+
+    others are the record sets of other GPUs, which it may ask for by their folder.
+    """
     arithmetic, _, form = expression.partition(":")
     form = form.strip()
+    if asked := _FOLDER.match(arithmetic):
+        arithmetic = arithmetic[asked.end() :]
+        sets = {one.folder.name: one for one in (record_set, *others)}
+        of_gpu = sets.get(asked[1])
+    else:
+        of_gpu = record_set
     try:
         format(1.0, form)  # before anything is measured, too
     except ValueError as error:
@@ -88,8 +99,10 @@ def evaluate(expression: str, record_set: RecordSet) -> str:
         raise UsageError(
             f"'{expression.strip()}' does not read like 'v04.tflops / v02.tflops : .1f'"
         ) from None
+    if of_gpu is None:
+        return NOT_MEASURED
     try:
-        value = _value(tree, record_set)
+        value = _value(tree, of_gpu)
     except _Unavailable as reason:
         return str(reason)
     try:

@@ -10,9 +10,9 @@ Generated text stands between HTML comments, which render invisibly:
                                                   two of the records of several such GPUs
     <!-- table: counters v04 -->…<!-- end -->     or resources, experiments: those of a step
     <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers and grid of any ladder,
-                                                  distributions, latency, training_speed and
-                                                  sharded, of the records in profiles/h100, which
-                                                  need not be there
+                                                  distributions, latency, training_speed,
+                                                  sharded and sharded_model, of the records in
+                                                  profiles/h100, which need not be there
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
 They show the H200's records and the static ones unless told. In the results table those of any
@@ -60,7 +60,8 @@ REQUIRED_TABLES = {
         "grid b",
         "training_speed",
         "sharded",
-        "sharded_model",
+        "sharded h100",
+        "sharded_model h100",
     ),
 }
 
@@ -128,7 +129,7 @@ def render(path: Path, record_set: RecordSet, others: list[RecordSet]) -> str:
     def fill(marker: re.Match) -> str:
         try:
             if marker["table"] is None:
-                body = evaluate(marker["expression"], record_set)
+                body = evaluate(marker["expression"], record_set, others)
             else:
                 body = f"\n\n{_table(marker['table'], record_set, others, present)}\n\n"
         except UsageError as error:
