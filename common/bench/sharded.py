@@ -94,7 +94,7 @@ LINK_BYTES = (16 << 20, 64 << 20, 512 << 20)
 
 CELL_S = 4.0  # of rounds
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
-LOADING_S = 0.5  # of backward, at most, in the calls that load the kernels of a longer cell
+LOADING_S = 2.0  # of backward, at most, in the calls that load the kernels of a longer cell
 LONG_S = 10.0  # no peer makes a call that takes longer, and no round that takes longer is repeated
 TAKES_LONG = f"a call was expected to take more than {LONG_S:g} s"
 EXPECTED_FLOPS_PER_S = 500e12  # of a GPU: tells beforehand how long a call will take
@@ -254,7 +254,8 @@ def _load_kernels(problem: Problem, route: str) -> None:
     """By calls on a shorter sequence, where the problem's own take long.
 
     The first call with such tensors loads kernels, and for that CUDA waits until the GPU has
-    nothing to do, an exchange included.
+    nothing to do, an exchange included. (Not all: Triton compiles another kernel for strides from
+    2^31 on, and over more GPUs the shorter sequence may take other SMs. Then the host waits.)
     """
     shorter, gpus = problem, dist.get_world_size()
     while _seconds(BACKWARD, shorter, gpus) > LOADING_S:

@@ -41,9 +41,9 @@ from ..operation import FORWARD, OPERATIONS
 from ..problem import DISTRIBUTIONS, SHARDED
 from ..record_schema import RING, SHARES, WORKLOADS
 from .derived import derived, ring_ratios, static_derived
-from .record_set import NOT_MEASURED, STALE, RecordSet, Whole
+from .record_set import GPU_FOLDER, NOT_MEASURED, STALE, RecordSet, Whole, load_record_set
 
-_FOLDER = re.compile(r"\s*([a-z]\w+)\s+(?=[a-z\d(])")  # of a GPU, in profiles/
+_FOLDER = re.compile(rf"\s*({GPU_FOLDER})\s+(?=[a-z\d(])")
 _TOKEN = re.compile(r"\s*([a-z_][\w.]*|\d+(?:\.\d+)?|[-+*/()])\s*")
 _PRECEDENCE = ({"+": operator.add, "-": operator.sub}, {"*": operator.mul, "/": operator.truediv})
 _STATIC = {"sass", "banks"}
@@ -80,10 +80,7 @@ def evaluate(expression: str, record_set: RecordSet, others: Sequence[RecordSet]
     form = form.strip()
     if asked := _FOLDER.match(arithmetic):
         arithmetic = arithmetic[asked.end() :]
-        sets = {one.folder.name: one for one in (record_set, *others)}
-        of_gpu = sets.get(asked[1])
-    else:
-        of_gpu = record_set
+        record_set = _of_gpu(asked[1], record_set, others)
     try:
         format(1.0, form)  # before anything is measured, too
     except ValueError as error:
@@ -99,16 +96,21 @@ def evaluate(expression: str, record_set: RecordSet, others: Sequence[RecordSet]
         raise UsageError(
             f"'{expression.strip()}' does not read like 'v04.tflops / v02.tflops : .1f'"
         ) from None
-    if of_gpu is None:
-        return NOT_MEASURED
     try:
-        value = _value(tree, of_gpu)
+        value = _value(tree, record_set)
     except _Unavailable as reason:
         return str(reason)
     try:
         return format(value.number, form)
     except ValueError as error:
         raise UsageError(f"'{expression.strip()}': {error}") from None
+
+
+def _of_gpu(name: str, record_set: RecordSet, others: Sequence[RecordSet]) -> RecordSet:
+    """The record set in that folder, which need not be there."""
+    found = {one.folder.name: one for one in (record_set, *others)}
+    folder = record_set.folder.with_name(name)
+    return found.get(name) or load_record_set(folder, folder.parent.parent)
 
 
 def _parse(tokens: list[str], level: int = 0) -> _Tree:

@@ -35,7 +35,14 @@ from . import diagrams, tables
 from .expressions import evaluate
 from .page import render_page
 from .plots import render_plots
-from .record_set import NOT_MEASURED, Ladder, RecordSet, load_record_set, single_gpus
+from .record_set import (
+    GPU_FOLDER,
+    NOT_MEASURED,
+    Ladder,
+    RecordSet,
+    load_record_set,
+    single_gpus,
+)
 from .ring_timeline import render_ring_timeline
 from .timeline_plot import render_timelines
 
@@ -59,14 +66,12 @@ REQUIRED_TABLES = {
         "peers b",
         "grid b",
         "training_speed",
-        "sharded",
         "sharded h100",
         "sharded_model h100",
     ),
 }
 
 _OPENING = r"<!-- (?:table:|=)"
-_FOLDER = re.compile(r"[a-z0-9_]{2,}")  # of a GPU, in profiles/
 _MARKER = re.compile(
     rf"(?P<open><!-- (?:table: (?P<table>[^>]*?)|= (?P<expression>[^>]*?)) -->)"
     rf"(?P<body>(?:(?!{_OPENING}).)*?)<!-- end -->",
@@ -173,7 +178,7 @@ def _parse(name: str) -> _Asked:
     operation, folder = FORWARD, None
     if kind in LADDER_TABLES | STATIC_TABLES and words and words[0] in OPERATIONS:
         operation = OPERATIONS[words.pop(0)]
-    if kind in LADDER_TABLES | GPU_TABLES and words and _FOLDER.fullmatch(words[0]):
+    if kind in LADDER_TABLES | GPU_TABLES and words and re.fullmatch(GPU_FOLDER, words[0]):
         folder = words.pop(0)
     return _Asked(kind, operation, folder, tuple(words))
 

@@ -48,6 +48,7 @@ from ..step import Step, read_step
 from ..text import label
 
 NOT_MEASURED = "not measured"
+GPU_FOLDER = r"[a-z0-9_]{2,}"  # in profiles/
 STALE = "stale"  # measured, but the source has changed since
 
 

@@ -338,9 +338,9 @@ def _launch(
 ) -> None:
     """The step that attention() takes, on all SMs but busy_sms of them.
 
-    Forward's steps, and backward's without a mask, share work out among their blocks beforehand: of
-    these one that had to wait for an SM, while tensors travel, would end as much later than all
-    others. Backward's with a mask take it from a counter: such a block takes less.
+    Forward's steps, and b10 without a mask, share work out among their blocks beforehand: of these
+    one that had to wait for an SM, while tensors travel, would end as much later than all others.
+    With a mask b10 takes it from a counter, and b09 always does: such a block takes less.
     """
     options = ring.options
     operands = zip(operation.inputs, inputs, strict=True)

@@ -94,7 +94,8 @@ def test_clean(tool: str) -> None:
     if tool != "initcheck":  # which has to see torch's kernels, too, when they write q, k and v
         command += ["--kernel-regex", "kernel_substring=attention_"]
     command += [sys.executable, "-m", "verify.tests.test_compute_sanitizer", tool, *CASES]
-    # Not initcheck: such a block looks for its signal in memory that nobody has written yet.
+    # Not initcheck: a block that goes on with another's work looks for its signal in memory that
+    # nobody has written yet.
     if tool != "initcheck":
         command += MANY_TILES
     # Without torch's cache every tensor is an allocation of its own, whose end memcheck knows.

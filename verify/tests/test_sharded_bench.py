@@ -148,23 +148,28 @@ def test_there_must_be_as_many_gpus(monkeypatch, capsys, gpus):
 
 
 def test_a_run_that_fails_is_a_failure(monkeypatch):
-    commands_run = []
+    commands_run, settings = [], []
 
     def run(command, env):
         commands_run.append(command)
+        settings.append(env["PYTORCH_CUDA_ALLOC_CONF"])
         return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(commands.subprocess, "run", run)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     assert main(["bench", "--gpus", "2"]) == 1
     assert " ".join(commands_run[0][1:]) == (
         "-m torch.distributed.run --standalone --nproc-per-node 2 -m common.bench.sharded"
     )
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "one's own")
+    assert main(["bench", "--gpus", "2"]) == 1
+    assert settings == ["expandable_segments:True", "one's own"]
 
 
 @pytest.mark.parametrize(
-    ("name", "seq"), [("h16_causal_32768", None), ("h64_131072", 65536), ("h64_1048576", 65536)]
+    ("name", "seq"), [("h64_131072", None), ("h16_1048576", 262144), ("h64_1048576", 131072)]
 )
 def test_kernels_of_long_calls_are_loaded_by_shorter_ones(monkeypatch, name, seq):
     loaded, calls = [], []

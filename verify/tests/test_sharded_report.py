@@ -26,6 +26,7 @@ from common.report.record_set import RecordSet, load_record_set, single_gpus
 from common.report.ring_model import (
     NETWORK_BYTES_PER_S,
     Machine,
+    hbm_bytes_per_s,
     link_bytes_per_s,
     machine_of,
     merged_bytes,
@@ -208,6 +209,9 @@ def test_numbers_of_another_gpu(record_set, tmp_path):
     assert evaluate(f"h100 {ratio}", record_set(), [other]) == "1.90"
     assert evaluate(f"h100 ({path}.ring.time_ms - 1) : .1f", record_set(), [other]) == "9.0"
     assert evaluate(ratio, record_set(), [other]) == "not measured"
+    assert evaluate(f"rtx_4090 {ratio}", record_set(), [other]) == "not measured"
+    with pytest.raises(UsageError, match="no 'rong'; there are link"):
+        evaluate("rtx_4090 sharded_x2.rong.forward.ring", record_set(), [other])
     with pytest.raises(UsageError, match="does not read like"):
         evaluate(f"h100 {path}.ring.time_ms h200", record_set(), [other])
 
@@ -221,6 +225,8 @@ def test_such_a_record_adds_its_tables_and_plot_and_nothing_else(record_set, tmp
     for name, required in REQUIRED_TABLES.items():
         text = "".join(f"<!-- table: {table} --><!-- end -->\n" for table in required)
         (tmp_path / name).write_text(text)
+    with (tmp_path / "worklog.md").open("a") as worklog:
+        worklog.write("<!-- table: sharded --><!-- end -->\n")
     write_record(tmp_path / "profiles/h200/v01.json", fake_record(find_step("v01")))
     assert PAGE in regenerate(tmp_path)
     before = other_tables((tmp_path / "worklog.md").read_text())
@@ -361,6 +367,24 @@ def test_sms_that_nccl_takes_are_lost_to_all_of_a_kernel():
     _, blocks = choose_blocks(2, message_bytes, BACKWARD.flops(problem) / 4, 2)
     seconds = predict(BACKWARD, problem, 2, machine(sms=4 * blocks)).seconds
     assert seconds == pytest.approx(step_s + step_s * 4 / 3)  # nothing travels beside the first
+
+
+def test_of_backwards_steps_with_a_mask_the_last_one_alone_has_it():
+    """Over four GPUs, tensors travel beside all of them, half as long as a step computes."""
+    step_s = predict(BACKWARD, CAUSAL, 4, machine()).step_s
+    message_bytes = 16 * 32768 * 128 * 3
+    _, blocks = choose_blocks(4, message_bytes, BACKWARD.flops(CAUSAL) / 16, 4)
+    elements = 2 * 16 * 32768 * 128
+    beside_last = elements * sent_bytes(0, 4) / (step_s / 2)
+    few = machine(sms=4 * blocks, exchange_bytes_per_s=lambda blocks: beside_last)
+    seconds = predict(BACKWARD, CAUSAL, 4, few).seconds
+    assert seconds == pytest.approx(3 * step_s * 4 / 3 + step_s + step_s / 2 / 4)
+
+
+def test_bandwidth_of_memory_is_the_gpus():
+    assert hbm_bytes_per_s("NVIDIA H200") == 4.25e12
+    assert hbm_bytes_per_s("NVIDIA H100 80GB HBM3") == 3.0e12
+    assert hbm_bytes_per_s("NVIDIA B200") == 3.0e12
 
 
 @pytest.mark.parametrize(
