@@ -33,7 +33,7 @@ from .records import (
     write_atomically,
     write_record,
 )
-from .report import tables, terminal
+from .report import sharded_tables, tables, terminal
 from .report.markdown import regenerate
 from .report.plots import render_plots
 from .report.record_set import RecordSet, load_record_set
@@ -228,7 +228,7 @@ def bench_sharded(gpus: int) -> int:
     device = torch.cuda.get_device_name()
     path = PROFILES_DIR / gpus_folder(device, gpus) / SHARDED_FILE
     print(f"recorded {path.relative_to(ROOT)}")
-    print(tables.sharded(load_record_set(PROFILES_DIR / gpu_folder(device), ROOT)))
+    print(sharded_tables.sharded(load_record_set(PROFILES_DIR / gpu_folder(device), ROOT)))
     _report_regenerated()
     return 0
 

@@ -31,7 +31,7 @@ from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS, Operation
 from ..paths import ROOT
 from ..records import HEADLINE_GPU, STATIC, write_atomically
-from . import diagrams, tables
+from . import diagrams, sharded_tables, tables
 from .expressions import evaluate
 from .page import render_page
 from .plots import render_plots
@@ -242,8 +242,8 @@ GPU_TABLES = {
     "decoding": tables.decoding,
     "pictures": tables.pictures,
     "training_speed": tables.training_speed,
-    "sharded": tables.sharded,
-    "sharded_model": tables.sharded_model,
+    "sharded": sharded_tables.sharded,
+    "sharded_model": sharded_tables.sharded_model,
 }
 STEP_TABLES = {
     "resources": tables.resources,

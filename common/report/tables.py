@@ -3,70 +3,61 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 from ..metrics import OPCODES
-from ..operation import BACKWARD, FORWARD, OPERATIONS, Operation
+from ..operation import FORWARD
 from ..problem import TRAINED
 from ..quiet import QUIET
-from ..record_schema import FA3_DETERMINISTIC, OURS, RING, SDPA, SHARES, WORKLOADS
+from ..record_schema import FA3_DETERMINISTIC, OURS, SDPA, SHARES, WORKLOADS
 from ..step import predecessor
 from ..text import kib, label, listed, markdown, megabytes
 from . import rows
-from .derived import CONTEXT_PARALLEL, derived, first_that_run, peer_ratios
+from .captions import device_states, flops, inputs, max_error, peak_memory, unless_forward
+from .columns import (
+    ERROR,
+    PEAK_MEMORY,
+    TFLOPS,
+    TIME_MS,
+    Cell,
+    bold_from_one,
+    code,
+    first_shown,
+    heads,
+    kernel_name,
+    linked,
+    mask,
+    percent,
+    quartiles,
+    shown,
+    shown_each,
+    shown_of,
+    status_in,
+    table_of,
+)
+from .derived import derived, first_that_run, peer_ratios
 from .record_set import NOT_MEASURED, STALE, Cells, Ladder, RecordSet
-from .ring_model import NETWORK_BYTES_PER_S, hbm_bytes_per_s
 from .rows import Row, latest_steps
-
-Cell = Callable[[Row], str]  # the text of one column in a row
-Show = Callable[[Any], str]  # the text of one value
-
-
-def inputs(operation: Operation) -> str:
-    """What is drawn of a call's inputs; o and lse follow from it."""
-    drawn = listed(each.name for each in operation.inputs if each not in FORWARD.outputs)
-    return f"{drawn} normally distributed with variance 1 (logits of standard deviation 1)"
-
-
-def _unless_forward(operation: Operation, text: str) -> str:
-    """What goes without saying of the forward ladder."""
-    return "" if operation == FORWARD else text
-
-
-def _flops(operation: Operation) -> str:
-    ratio = operation.products / FORWARD.products
-    return _unless_forward(operation, f"FLOPs are {ratio:g} times forward's. ")
-
-
-def _peak_memory(operation: Operation) -> str:
-    beyond = listed(each.name for each in operation.inputs)
-    saved = "; of a peer that differentiates its own forward, also what that has saved"
-    return f"what one call takes beyond {beyond}{_unless_forward(operation, saved)}. "
-
-
-def _max_error(operation: Operation) -> str:
-    """Of all outputs the records have one; the tables have the first's."""
-    return _unless_forward(operation, f"of {operation.outputs[0].name}, ") + "against float64"
 
 
 def results(ladder: Ladder) -> str:
     """One row per step, then one per peer, and below what they ran on."""
     columns = {
-        "Version": _linked,
-        "Change": _first(_value("title"), _value("route"), _value("missing", lambda _: "missing")),
-        ">Time (ms)": _first(_MS, _value("status")),
-        ">TFLOP/s": _TFLOPS,
-        ">% of FA3": _value("fa3_share", "{:.1%}".format),
-        ">Step gain": _value("gain", "{:.2f} ×".format),
-        ">Registers": _each("registers", str),
-        ">Shared memory": _each("smem_bytes", kib),
-        ">Spills": _value("spill_bytes", "{} B".format),
-        ">Peak memory": _PEAK_MEMORY,
-        ">Max error": _ERROR,
+        "Version": linked,
+        "Change": first_shown(
+            shown("title"), shown("route"), shown("missing", lambda _: "missing")
+        ),
+        ">Time (ms)": first_shown(TIME_MS, shown("status")),
+        ">TFLOP/s": TFLOPS,
+        ">% of FA3": shown("fa3_share", "{:.1%}".format),
+        ">Step gain": shown("gain", "{:.2f} ×".format),
+        ">Registers": shown_each("registers", str),
+        ">Shared memory": shown_each("smem_bytes", kib),
+        ">Spills": shown("spill_bytes", "{} B".format),
+        ">Peak memory": PEAK_MEMORY,
+        ">Max error": ERROR,
     }
-    table = _table(columns, rows.steps(ladder) + rows.peers(ladder))
+    table = table_of(columns, rows.steps(ladder) + rows.peers(ladder))
     return table if ladder.newest is None else f"{table}\n\n{_conditions(ladder)}"
 
 
@@ -74,14 +65,14 @@ def _conditions(ladder: Ladder) -> str:
     record = ladder.newest
     assert record is not None
     operation, shape, environment = ladder.operation, record["shape"], record["environment"]
-    states = _device_states([environment["before"], environment["after"]])
+    states = device_states([environment["before"], environment["after"]])
     text = (
         f"{record['device']}; batch {shape['batch']}, heads {shape['heads']}, "
         f"sequence {shape['seq_q']}, head_dim {shape['head_dim']}, {shape['dtype']}, not causal; "
         f"{inputs(operation)}; median of {len(record['samples_ms'])} interleaved rounds, "
-        f"L2 flushed before each call. {states} {_flops(operation)}"
+        f"L2 flushed before each call. {states} {flops(operation)}"
         "Registers and shared memory: one number per kernel. "
-        f"Peak memory: {_peak_memory(operation)}Max error: {_max_error(operation)}; "
+        f"Peak memory: {peak_memory(operation)}Max error: {max_error(operation)}; "
         f"torch in {shape['dtype']} has {derived(record)['torch_error']:.1e}. {_gains(ladder)}"
     )
     if len({record["run"] for record in ladder.measured.records.values()}) > 1:
@@ -99,25 +90,6 @@ def _gains(ladder: Ladder) -> str:
     return f"{text}."
 
 
-def _device_states(states: Sequence[dict | str]) -> str:
-    """The device's states in the order of time; what throttled it in any but the first."""
-    if not all(isinstance(state, dict) for state in states):
-        return "Clocks, power and temperature: not collected."
-
-    reasons = dict.fromkeys(
-        reason for state in states[1:] for reason in state["throttle_reasons"] or ()
-    ) or ["none"]
-
-    def pair(key: str, unit: str) -> str:
-        ends = (states[0][key], states[-1][key])
-        return " → ".join("?" if end is None else f"{end:.0f}" for end in ends) + f" {unit}"
-
-    return (
-        f"Before and after: SM clock {pair('sm_clock_mhz', 'MHz')}, {pair('power_w', 'W')}, "
-        f"{pair('temperature_c', '°C')}; throttle reasons after: {', '.join(reasons)}."
-    )
-
-
 def memory(ladder: Ladder) -> str:
     """Peak memory of each step that holds all scores, and of the latest that does not, over N."""
     found = rows.memory(ladder)
@@ -125,16 +97,16 @@ def memory(ladder: Ladder) -> str:
         return STALE if ladder.measured.stale else NOT_MEASURED
     names = list(found[0]["bytes"])
     columns = {
-        ">N": _value("seq"),
-        **{f">{name}": _of("bytes", name, megabytes, none="does not fit") for name in names},
+        ">N": shown("seq"),
+        **{f">{name}": shown_of("bytes", name, megabytes, none="does not fit") for name in names},
     }
     if "saving" in found[0]:
         title = f">Saving {names[-1]} over {names[0]}"
-        columns[title] = _value("saving", "{:.0f} ×".format)
+        columns[title] = shown("saving", "{:.0f} ×".format)
     shape = ladder.measured.records[names[-1]]["shape"]
     beyond = listed(each.name for each in ladder.operation.inputs)
     return (
-        f"{_table(columns, found)}\n\nMeasured peak of one call beyond {beyond}, "
+        f"{table_of(columns, found)}\n\nMeasured peak of one call beyond {beyond}, "
         f"batch {shape['batch']}, heads {shape['heads']}, "
         f"head_dim {shape['head_dim']}, {shape['dtype']}."
     )
@@ -146,19 +118,18 @@ def peers(ladder: Ladder) -> str:
     if not found:
         return NOT_MEASURED
     columns = {
-        "Peer": _value("name"),
-        "Code": _first(_value("route"), _value("missing", "missing: {}".format)),
-        ">Time (ms)": _MS,
-        ">p25–p75 (ms)": _quartiles,
-        ">TFLOP/s": _TFLOPS,
-        ">Peak memory": _PEAK_MEMORY,
-        ">Max error": _ERROR,
+        "Peer": shown("name"),
+        "Code": first_shown(shown("route"), shown("missing", "missing: {}".format)),
+        ">Time (ms)": TIME_MS,
+        ">p25–p75 (ms)": quartiles,
+        ">TFLOP/s": TFLOPS,
+        ">Peak memory": PEAK_MEMORY,
+        ">Max error": ERROR,
     }
     caption = (
-        f"\n\nPeak memory: {_peak_memory(ladder.operation)}"
-        f"Max error: {_max_error(ladder.operation)}."
+        f"\n\nPeak memory: {peak_memory(ladder.operation)}Max error: {max_error(ladder.operation)}."
     )
-    return _table(columns, found) + _unless_forward(ladder.operation, caption)
+    return table_of(columns, found) + unless_forward(ladder.operation, caption)
 
 
 def grid(ladder: Ladder) -> str:
@@ -173,25 +144,25 @@ def grid(ladder: Ladder) -> str:
     taken = ladder.taken()
     first = ", ".join(labels[name] for name in first_that_run(record, taken))
     columns = {
-        "Cell": _value("name"),
-        ">head_dim": _value("head_dim"),
-        "Mask": _mask,
-        "Batch × heads": lambda row: f"{row['batch']} × {_heads(row)}",
-        ">Queries": _value("seq"),
-        ">Keys": _value("seq_k"),
+        "Cell": shown("name"),
+        ">head_dim": shown("head_dim"),
+        "Mask": mask,
+        "Batch × heads": lambda row: f"{row['batch']} × {heads(row)}",
+        ">Queries": shown("seq"),
+        ">Keys": shown("seq_k"),
         **{
-            f">{title}": _of("tflops", name, "{:.4g}".format, none="missing")
+            f">{title}": shown_of("tflops", name, "{:.4g}".format, none="missing")
             for name, title in labels.items()
         },
-        f">{first} / fastest peer": _value("ratio", _bold_from_one),
+        f">{first} / fastest peer": shown("ratio", bold_from_one),
     }
-    return _table(columns, found) + (
+    return table_of(columns, found) + (
         f"\n\n{first} over the fastest peer: {_summary(peer_ratios(record, *taken))}. "
         f"{_deterministic(ladder)}"
         f"TFLOP/s on the {record['device']} in {record['dtype']}; {inputs(ladder.operation)}; "
         "where the mask is causal, the operations of visible keys are counted: half of them where "
         "there are as many queries as keys. "
-        f"{_flops(ladder.operation)}{_how_measured(measured, *taken)}"
+        f"{flops(ladder.operation)}{_how_measured(measured, *taken)}"
     )
 
 
@@ -209,7 +180,7 @@ def distributions(record_set: RecordSet) -> str:
         for name in (label(name, stale=name in measured.stale) for name in (last, *before))
     )
     shares_known = any(cell[share] is not None for cell in record["cells"] for share in SHARES)
-    columns = {"Inputs": _value("inputs", _code), "dtype": _value("dtype"), "Mask": _mask}
+    columns = {"Inputs": shown("inputs", code), "dtype": shown("dtype"), "Mask": mask}
     for head_dim in dict.fromkeys(str(cell["head_dim"]) for cell in record["cells"]):
         columns[f">D {head_dim}: {names}"] = _ratios(head_dim)
         if shares_known:
@@ -221,7 +192,7 @@ def distributions(record_set: RecordSet) -> str:
         if shares_known
         else "How many work tiles were rescaled or done again: not measured. "
     )
-    return _table(columns, found) + (
+    return table_of(columns, found) + (
         f"\n\n{label(last, stale=last in measured.stale)} over the fastest peer: "
         f"{_summary(peer_ratios(record, last))}. {record['device']}; batch {shape['batch']}, "
         f"N {shape['seq']}, {shape['heads'] * shape['head_dim']} / D heads. {shares}"
@@ -249,7 +220,7 @@ def _ratios(head_dim: str) -> Cell:
         found = row["by_head_dim"].get(head_dim)
         if found is None:
             return ""
-        ratio = "missing" if found["ratio"] is None else _bold_from_one(found["ratio"])
+        ratio = "missing" if found["ratio"] is None else bold_from_one(found["ratio"])
         return ratio if found["before"] is None else f"{ratio} ({found['before']:.3f})"
 
     return cell
@@ -258,16 +229,9 @@ def _ratios(head_dim: str) -> Cell:
 def _shares(head_dim: str) -> Cell:
     def cell(row: Row) -> str:
         found = row["by_head_dim"].get(head_dim, {})
-        return ", ".join(_percent(found[share]) for share in SHARES if found.get(share) is not None)
+        return ", ".join(percent(found[share]) for share in SHARES if found.get(share) is not None)
 
     return cell
-
-
-def _percent(share: float) -> str:
-    """0 % only for none, and 100 % only for all."""
-    if 0 < share < 0.01:
-        return "< 1 %"
-    return "> 99 %" if 0.99 < share < 1 else f"{share:.0%}".replace("%", " %")
 
 
 def _deterministic(ladder: Ladder) -> str:
@@ -294,21 +258,12 @@ def _how_measured(measured: Cells, *steps: str) -> str:
     text = (
         f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds per cell"
         f"{apart}, L2 flushed before each call. In bold: no slower than the fastest peer. "
-        f"{_device_states(states)}"
+        f"{device_states(states)}"
     )
     if measured.previous:
         before = _summary(peer_ratios(measured.previous, *steps))
         text += f" In the run before, of the same sources: {before}."
     return text
-
-
-def _heads(row: Row) -> str:
-    heads, kv_heads = row["heads"], row["kv_heads"]
-    return str(heads) if heads == kv_heads else f"{heads}/{kv_heads}"
-
-
-def _bold_from_one(ratio: float) -> str:
-    return f"**{ratio:.3f} ×**" if ratio >= 1 else f"{ratio:.3f} ×"
 
 
 def _summary(ratios: dict[str, float]) -> str:
@@ -335,17 +290,17 @@ def latency(record_set: RecordSet) -> str:
     (step,) = record["sources"]
 
     def both(name: str) -> Cell:
-        device = _of("device_us", name, "{:.1f}".format)
-        host = _of("host_us", name, _quiet_and_all)
+        device = shown_of("device_us", name, "{:.1f}".format)
+        host = shown_of("host_us", name, _quiet_and_all)
         return lambda row: f"{device(row)} / {host(row)}" if device(row) else "missing"
 
     columns = {
-        ">N": _value("seq"),
-        "Mask": _mask,
+        ">N": shown("seq"),
+        "Mask": mask,
         **{f">{name}": both(name) for name in found[0]["device_us"]},
     }
     states = [first["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
-    return _table(columns, found) + (
+    return table_of(columns, found) + (
         f"\n\nMicroseconds on the {record['device']}: of the device / of the host. Batch "
         f"{first['batch']}, heads {first['heads']}, head_dim {first['head_dim']}, "
         f"{record['dtype']}; {inputs(FORWARD)}. "
@@ -353,7 +308,7 @@ def latency(record_set: RecordSet) -> str:
         f"median of {_samples(first['device_us'])} interleaved rounds, L2 flushed before each. "
         "The host: until the call returns, while the device still computes, "
         f"{_host_samples(found)}; for {step} of attention(), for the sdpa with the "
-        f"choice of their backend. {_device_states(states)}"
+        f"choice of their backend. {device_states(states)}"
     )
 
 
@@ -373,11 +328,11 @@ def pictures(record_set: RecordSet) -> str:
 
         return cell
 
-    columns = {"Head": _value("head"), "Mask": _mask}
+    columns = {"Head": shown("head"), "Mask": mask}
     columns |= {f">{title}": both(output) for output, title in outputs.items()}
     names = " and ".join(label(name, stale=stale) for name in record["sources"])
     head = record["heads"][0]
-    return _table(columns, found) + (
+    return table_of(columns, found) + (
         f"\n\nRoot mean square of the error over that of the output: {names} / torch's "
         f"scaled_dot_product_attention, both in {record['dtype']} on the {record['device']}, from "
         f"float64. {head['seq']} queries and keys, head_dim {head['head_dim']}."
@@ -403,10 +358,10 @@ def decoding(record_set: RecordSet) -> str:
     (first, last), (_, sdpas_last) = (record["decoding"][who]["keys"] for who in (step, SDPA))
     columns = {
         "Each call has": lambda row: _CACHES[row["cache"]],
-        f">attention(), {step}": _of("host_us", step, _quiet_and_all),
-        f">{SDPA}": _of("host_us", SDPA, _quiet_and_all),
+        f">attention(), {step}": shown_of("host_us", step, _quiet_and_all),
+        f">{SDPA}": shown_of("host_us", SDPA, _quiet_and_all),
     }
-    return _table(columns, found) + (
+    return table_of(columns, found) + (
         f"\n\nMicroseconds of the host on the machine with the {record['device']}, until the call "
         f"returns, {_host_samples(found)}. One query of each of 16 heads, head_dim 128, "
         f"{record['dtype']}, on {first} to {last} keys, by {SDPA} to {sdpas_last}. {SDPA}: torch's "
@@ -440,21 +395,21 @@ def training_speed(record_set: RecordSet) -> str:
     assert record_set.training_speed is not None
     record = record_set.training_speed.record
     columns = {
-        "Workload": _value("workload"),
-        "Attention": _value("name"),
-        "Code": _first(_value("route"), _value("missing", "missing: {}".format)),
-        ">Time (ms)": _MS,
-        ">p25–p75 (ms)": _quartiles,
-        ">Speed of ours over it": _value("speedup", _bold_from_one),
-        ">Peak memory": _PEAK_MEMORY,
-        ">Loss": _value("loss", "{:.4f}".format),
+        "Workload": shown("workload"),
+        "Attention": shown("name"),
+        "Code": first_shown(shown("route"), shown("missing", "missing: {}".format)),
+        ">Time (ms)": TIME_MS,
+        ">p25–p75 (ms)": quartiles,
+        ">Speed of ours over it": shown("speedup", bold_from_one),
+        ">Peak memory": PEAK_MEMORY,
+        ">Loss": shown("loss", "{:.4f}".format),
     }
     workloads = record["workloads"]
     layer, gpt, llama = (workloads[name] for name in WORKLOADS)
     shape = layer["shape"]
     states = [layer["environment"]["before"]]
     states += [workload["environment"]["after"] for workload in workloads.values()]
-    return _table(columns, found) + (
+    return table_of(columns, found) + (
         f"\n\n{record['device']}. layer: forward and backward of attention alone, by autograd; "
         f"batch {shape['batch']}, heads {shape['heads']}/{shape['kv_heads']}, sequence "
         f"{shape['seq_q']}, head_dim {shape['head_dim']}, {shape['dtype']}, "
@@ -471,7 +426,7 @@ def training_speed(record_set: RecordSet) -> str:
         "from the same seed and on the same batches; up to there ours is within "
         f"{_tolerance(gpt)} of each peer's at every step of gpt, within {_tolerance(llama)} of "
         "llama, or nothing would be recorded. "
-        f"{_device_states(states)}"
+        f"{device_states(states)}"
     )
 
 
@@ -486,161 +441,21 @@ def _tolerance(workload: dict) -> str:
     return f"{100 * workload['config']['tolerance']:g} %"
 
 
-def sharded(record_set: RecordSet) -> str:
-    """For each number of GPUs a table: one row per problem and operation."""
-    parts = []
-    for gpus, whole in record_set.sharded.items():
-        title = f"{gpus} × {whole.record['device']}:"
-        parts.append(f"{title}\n\n{_sharded(record_set, gpus)}")
-    return "\n\n".join(parts) or NOT_MEASURED
-
-
-def _sharded(record_set: RecordSet, gpus: int) -> str:
-    found = rows.sharded(record_set, gpus)
-    if not found:
-        return STALE
-
-    def peak_memory(row: Row) -> str:
-        sizes = row["peak_memory_bytes"].values()
-        return " / ".join("missing" if size is None else megabytes(size) for size in sizes)
-
-    def value(key: str, show: Show) -> Cell:
-        return _value(key, show, none="missing")
-
-    columns = {
-        ">N": _value("seq"),
-        ">Heads": _heads,
-        "Mask": _mask,
-        "Operation": _value("operation"),
-        ">Ring (ms)": _MS,
-        ">TFLOP/s a GPU": _TFLOPS,
-        f">Over {gpus} × one GPU": value("of_ideal", "{:.3f} ×".format),
-        ">Over context_parallel": value("over_context_parallel", _bold_from_one),
-        ">Ulysses (ms)": value("ulysses_ms", _milliseconds),
-        ">Hidden": _value("hidden", _percent),
-        ">Peak memory a GPU, ring / one GPU": peak_memory,
-    }
-    return f"{_table(columns, found)}\n\n{_sharded_conditions(record_set, gpus, found)}"
-
-
-def _sharded_conditions(record_set: RecordSet, gpus: int, found: Sequence[Row]) -> str:
-    record = record_set.sharded[gpus].record
-    cells = record["cells"]
-    first = cells[0]
-    measured = [cell[each.name]["attentions"] for cell in cells for each in OPERATIONS.values()]
-    rings = [attentions[RING] for attentions in measured]
-    routes = (attentions[name].get("route") for attentions in measured for name in CONTEXT_PARALLEL)
-    peer = next(filter(None, routes), "missing, too").rpartition(",")[0]  # not how it rotates
-    rounds = [len(ring["samples_ms"]) for ring in rings]
-    once = ", one where that takes long" if min(rounds) == 1 else ""
-    states = [first["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
-    differences = [difference for ring in rings for difference in ring["differences"].values()]
-    different = (
-        "The ring's outputs differ from one GPU's by at most "
-        f"{max(differences):.1e} of their root mean square. "
-        if differences
-        else ""
-    )
-    host_ms = statistics.median(ring["host_ms"] for ring in rings)
-    return (
-        f"Batch {first['batch']}, head_dim {first['head_dim']}, {record['dtype']}; "
-        f"{inputs(BACKWARD)}. Steps {listed(record['sources'])}. Ring and Ulysses: attention() of "
-        f"a sequence of N tokens that is sharded over the {gpus} GPUs, time of the slowest one. "
-        f"Over {gpus} × one GPU: the ring's speed over {gpus} times that of attention() with the "
-        "whole problem on one GPU. Over context_parallel: over the faster of torch's two ways to "
-        f"rotate ({peer}); in bold: no slower. Median of {_range(rounds, 'd')} interleaved "
-        f"rounds{once}, L2 flushed and the GPUs synchronized before each call; they sleep while "
-        f"the hosts launch it, which takes {host_ms:.2g} ms in the median row and is in none of "
-        "the times. "
-        f"Backward's {_flops(BACKWARD)}Hidden: of the time in which tensors travel, the share in "
-        "which the GPU computes, in a call by itself. Peak memory: what one call takes of the "
-        "fullest GPU beyond q, k, v and dout, and what forward has saved: o and lse, and for the "
-        "ring another rank's k and v. "
-        f"{different}{_missing(found)}{_device_states(states)}"
-    )
-
-
-def _range(numbers: Sequence[float], form: str) -> str:
-    least, most = (format(end, form) for end in (min(numbers), max(numbers)))
-    return least if least == most else f"{least} to {most}"
-
-
-def _missing(found: Sequence[Row]) -> str:
-    """A sentence on the attentions that are missing in some rows, and why."""
-    reasons: dict[str, dict[str, None]] = {}
-    for row in found:
-        for name, reason in row["missing"].items():
-            reasons.setdefault(name, {})[reason] = None
-    names: dict[str, list[str]] = {}  # by their reasons
-    for name, why in reasons.items():
-        names.setdefault(", ".join(why), []).append(name)
-    told = "; ".join(f"{', '.join(which)}: {why}" for why, which in names.items())
-    return f"Missing in some rows: {told}. " if told else ""
-
-
-def sharded_model(record_set: RecordSet) -> str:
-    """One row per problem and number of GPUs: ring_model's speed beside the measured one."""
-    found = rows.sharded_model(record_set)
-    if not found:
-        return STALE if record_set.sharded else NOT_MEASURED
-
-    def share(key: str, name: str) -> Cell:
-        def cell(row: Row) -> str:
-            value = row[key].get(name, NOT_MEASURED)
-            return value if isinstance(value, str) else f"{value:.3f}"
-
-        return cell
-
-    def step_ms(row: Row) -> str:
-        return " / ".join(map(_milliseconds, row["step_ms"].values()))
-
-    columns = {
-        ">Heads": _heads,
-        ">N": _value("seq"),
-        ">GPUs": _value("gpus"),
-        ">A step (ms), forward / backward": step_ms,
-    }
-    for operation in OPERATIONS.values():
-        for key in ("predicted", "measured"):
-            columns[f">{operation.name.capitalize()}: {key}"] = share(key, operation.name)
-    gpus, whole = next(
-        (gpus, whole) for gpus, whole in record_set.sharded.items() if not whole.stale
-    )
-    link = whole.record["link"]
-    most_bytes = max(each["bytes"] for each in link)
-    rates = ", ".join(
-        f"{each['gb_per_s']:.3g} by {each['blocks']}"
-        for each in link
-        if each["bytes"] == most_bytes
-    )
-    return _table(columns, found) + (
-        "\n\nThe ring's speed over that of as many GPUs, each with the whole problem; causal mask, "
-        f"head_dim {whole.record['cells'][0]['head_dim']}, {whole.record['dtype']}. Predicted by "
-        "[ring_model.py](common/report/ring_model.py) from the record of "
-        f"{gpus} × {whole.record['device']}: from the speed of one GPU, on the same N or the "
-        f"longest that was measured, and what NCCL's blocks move there each way ({rates}, in "
-        f"GB/s); beyond 8 GPUs at most {NETWORK_BYTES_PER_S / 1e9:.0f} GB/s a GPU, of a network. "
-        f"Merges and sums at {hbm_bytes_per_s(whole.record['device']) / 1e12:.3g} TB/s. A step: "
-        "the products of one step of the ring, by themselves; of what it takes to launch a kernel "
-        "or to begin a message the model knows nothing, so short steps are slower than it says."
-    )
-
-
 def resources(record_set: RecordSet, step: str) -> str:
     """One row per kernel of the step: what the compiler gave it."""
     found = rows.resources(record_set, step)
     if "status" in found[0]:
         return found[0]["status"]
     columns = {
-        "Kernel": _value("kernel", _code),
-        ">Registers": _value("registers"),
-        ">Static shared": _value("static_smem", kib),
-        ">Dynamic shared": _value("dynamic_smem", kib),
-        ">Stack": _value("stack_bytes", "{} B".format),
-        ">Spill stores": _value("spill_store_bytes", "{} B".format),
-        ">Spill loads": _value("spill_load_bytes", "{} B".format),
+        "Kernel": shown("kernel", code),
+        ">Registers": shown("registers"),
+        ">Static shared": shown("static_smem", kib),
+        ">Dynamic shared": shown("dynamic_smem", kib),
+        ">Stack": shown("stack_bytes", "{} B".format),
+        ">Spill stores": shown("spill_store_bytes", "{} B".format),
+        ">Spill loads": shown("spill_load_bytes", "{} B".format),
     }
-    return _table(columns, found)
+    return table_of(columns, found)
 
 
 def counters(record_set: RecordSet, step: str) -> str:
@@ -654,7 +469,7 @@ def counters(record_set: RecordSet, step: str) -> str:
         return f"{cycles / duration / 1e6:.2f}" if cycles and duration else "n/a"
 
     def numbers(form: str, *names: str) -> list[Cell]:
-        return [_value(name, form.format, none="n/a") for name in names]
+        return [shown(name, form.format, none="n/a") for name in names]
 
     def percent(*names: str) -> list[Cell]:
         return numbers("{:.0f}", *(f"{name}_percent" for name in names))
@@ -681,24 +496,24 @@ def counters(record_set: RecordSet, step: str) -> str:
     ]
     stalls = (", ".join(f"{why} {n:.1f}" for why, n in kernel["stalls"]) for kernel in kernels)
     return markdown(
-        ["", *(f">{_kernel(kernel)}" for kernel in kernels)], [*body, ["Top stalls", *stalls]]
+        ["", *(f">{kernel_name(kernel)}" for kernel in kernels)], [*body, ["Top stalls", *stalls]]
     )
 
 
 def sass(ladder: Ladder) -> str:
     """One row per kernel of each step: what the compiler gave it, and instructions in its code."""
     columns = {
-        "Kernel": _kernel,
-        ">Registers": _value("registers"),
-        ">Stack": _value("stack_bytes", "{} B".format),
-        ">Spills": _value("spill_bytes", "{} B".format),
+        "Kernel": kernel_name,
+        ">Registers": shown("registers"),
+        ">Stack": shown("stack_bytes", "{} B".format),
+        ">Spills": shown("spill_bytes", "{} B".format),
         ">Instructions": _instructions,
         **{f">{opcode}": _opcode(opcode) for opcode in OPCODES},
     }
     found = rows.sass(ladder)
     if not found:
         return NOT_MEASURED
-    table = _table(_status_in(">Registers", columns), found)
+    table = table_of(status_in(">Registers", columns), found)
     compilers = sorted({row["compiler"] for row in found if "compiler" in row})
     if not compilers:
         return table
@@ -734,16 +549,16 @@ def banks(ladder: Ladder) -> str:
         return f"{least:.3g} → {counted:.3g}"
 
     columns = {
-        "Step": _value("name"),
-        "Access": _first(_value("access", _code), _value("status")),
+        "Step": shown("name"),
+        "Access": first_shown(shown("access", code), shown("status")),
         ">Wavefronts per access, least → counted": per_access,
-        ">Bank conflicts": _value("conflicts"),
+        ">Bank conflicts": shown("conflicts"),
     }
     found = rows.banks(ladder)
     if not found:
         return NOT_MEASURED
     shape = next(iter(ladder.static.records.values()))["shape"]
-    return _table(columns, found) + (
+    return table_of(columns, found) + (
         "\n\nCounted by the SIMT runtime where a wrapper accesses shared memory: batch "
         f"{shape['batch']}, heads {shape['heads']}, {shape['seq_q']} queries, {shape['seq_k']} "
         f"keys, head_dim {shape['head_dim']}, {shape['dtype']}, not causal."
@@ -753,81 +568,14 @@ def banks(ladder: Ladder) -> str:
 def experiments(record_set: RecordSet, step: str) -> str:
     """One row per experiment: tried, predicted, measured against the step in the same run."""
     columns = {
-        "Experiment": _linked,
-        "Tried": _value("tries"),
-        "Predicted": _value("predicts"),
-        ">Step (ms)": _value("baseline_ms", "{:.4g}".format),
-        ">Experiment (ms)": _first(_MS, _value("status")),
-        ">Gain": _value("gain", "{:.2f} ×".format),
-        ">Registers": _each("registers", str),
-        ">Stack": _each("stack_bytes", "{} B".format),
+        "Experiment": linked,
+        "Tried": shown("tries"),
+        "Predicted": shown("predicts"),
+        ">Step (ms)": shown("baseline_ms", "{:.4g}".format),
+        ">Experiment (ms)": first_shown(TIME_MS, shown("status")),
+        ">Gain": shown("gain", "{:.2f} ×".format),
+        ">Registers": shown_each("registers", str),
+        ">Stack": shown_each("stack_bytes", "{} B".format),
     }
     found = rows.experiments(record_set, step)
-    return _table(columns, found) if found else "No experiments."
-
-
-def _table(columns: dict[str, Cell], found: Sequence[Row]) -> str:
-    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in found])
-
-
-def _milliseconds(time: float) -> str:
-    return f"{time:.4g}" if time < 1e4 else f"{time:.0f}"
-
-
-def _value(key: str, show: Show = str, none: str = "") -> Cell:
-    """Shows row[key]; nothing where the row lacks it, `none` where it is None."""
-
-    def cell(row: Row) -> str:
-        if key not in row:
-            return ""
-        return none if row[key] is None else show(row[key])
-
-    return cell
-
-
-def _of(key: str, name: str, show: Show, none: str = "") -> Cell:
-    """Shows row[key][name], `none` where it is None."""
-    return lambda row: none if row[key][name] is None else show(row[key][name])
-
-
-def _each(key: str, show: Show) -> Cell:
-    """Shows the values of a list."""
-    return lambda row: " / ".join(show(value) for value in row.get(key, ()))
-
-
-def _first(*cells: Cell) -> Cell:
-    """The first that shows something."""
-    return lambda row: next((text for cell in cells if (text := cell(row))), "")
-
-
-def _quartiles(row: Row) -> str:
-    return f"{row['time_p25_ms']:.4g}–{row['time_p75_ms']:.4g}" if "time_p25_ms" in row else ""
-
-
-def _status_in(title: str, columns: dict[str, Cell]) -> dict[str, Cell]:
-    """The columns, where that of this title shows the status of a row without numbers."""
-    return columns | {title: _first(columns[title], _value("status"))}
-
-
-def _linked(row: Row) -> str:
-    """The name, linked to its source where it has one."""
-    name = f"[{row['name']}]({row['path']})" if "path" in row else row["name"]
-    return label(name, stale=row.get("stale", False))
-
-
-def _kernel(row: Row) -> str:
-    return f"{row['step']} {_code(row['kernel'])}" if "kernel" in row else row["step"]
-
-
-def _mask(row: Row) -> str:
-    return "causal" if row["causal"] else "none"
-
-
-def _code(text: str) -> str:
-    return f"`{text}`"
-
-
-_MS = _value("time_ms", _milliseconds)
-_TFLOPS = _value("tflops", "{:.4g}".format)
-_PEAK_MEMORY = _value("peak_memory_bytes", megabytes)
-_ERROR = _value("error", "{:.1e}".format)
+    return table_of(columns, found) if found else "No experiments."

@@ -17,7 +17,7 @@ from common.operation import BACKWARD, FORWARD, OPERATIONS
 from common.problem import SHARDED, Problem, Shape
 from common.record_schema import SHARDED_ATTENTIONS, SHARDED_RECORD, find_error
 from common.records import write_record
-from common.report import ring_model, ring_timeline, rows, tables
+from common.report import ring_model, ring_timeline, rows, sharded_tables
 from common.report.diagrams import figures, ring
 from common.report.diagrams.svg import EMPTY, TINTS
 from common.report.expressions import evaluate
@@ -101,7 +101,7 @@ def test_a_malformed_record_is_named(record_set):
 
 
 def test_table_of_a_number_of_gpus(record_set):
-    table = tables.sharded(record_set(2))
+    table = sharded_tables.sharded(record_set(2))
     assert table.startswith("2 × NVIDIA H200:\n\n| N |")
     first, second, third, *_ = cells_of(table)
     flops = FORWARD.flops(SHARDED["h16_causal_32768"])
@@ -141,7 +141,7 @@ def test_what_is_missing(record_set):
     assert {last[key] for key in missing} == {None}
     assert [*last["missing"]] == list(SHARDED_ATTENTIONS[1:])
     assert json.loads(json.dumps(rows.sharded(loaded, 2) + rows.sharded_model(loaded)))
-    *_, last = cells_of(tables.sharded(loaded))
+    *_, last = cells_of(sharded_tables.sharded(loaded))
     assert (last["Heads"], last["Over 2 × one GPU"]) == ("64/8", "missing")
     assert last["Peak memory a GPU, ring / one GPU"] == "68.0 MB / missing"
 
@@ -149,26 +149,26 @@ def test_what_is_missing(record_set):
 def test_long_times_are_whole_milliseconds(record_set):
     cells = fake_sharded()["cells"]
     cells[0]["forward"]["attentions"]["ring"]["time_ms"] = 23683.82
-    assert cells_of(tables.sharded(record_set(2, cells=cells)))[0]["Ring (ms)"] == "23684"
+    assert cells_of(sharded_tables.sharded(record_set(2, cells=cells)))[0]["Ring (ms)"] == "23684"
 
 
 def test_a_call_that_was_timed_once_is_told(record_set):
     cells = fake_sharded()["cells"]
     cells[-1]["forward"]["attentions"]["ring"]["samples_ms"] = [10.0]
-    table = tables.sharded(record_set(2, cells=cells))
+    table = sharded_tables.sharded(record_set(2, cells=cells))
     assert "Median of 1 to 3 interleaved rounds, one where that takes long, L2" in table
-    table = tables.sharded(record_set(2, cells=cells[-1:]))
+    table = sharded_tables.sharded(record_set(2, cells=cells[-1:]))
     assert "two ways to rotate (missing)" in table
     assert "differ from" not in table
 
 
 def test_each_number_of_gpus_has_a_table(record_set):
-    parts = tables.sharded(record_set(2, 4)).split("4 × NVIDIA H200:")
+    parts = sharded_tables.sharded(record_set(2, 4)).split("4 × NVIDIA H200:")
     assert len(parts) == 2
     assert cells_of(parts[1])[0]["Over 4 × one GPU"] == "0.950 ×"
 
 
-@pytest.mark.parametrize("table", [tables.sharded, tables.sharded_model])
+@pytest.mark.parametrize("table", [sharded_tables.sharded, sharded_tables.sharded_model])
 def test_tables_without_numbers(record_set, table):
     assert table(record_set()) == "not measured"
     text = table(record_set(2, sharded={}))
@@ -178,11 +178,11 @@ def test_tables_without_numbers(record_set, table):
 def test_a_stale_record_leaves_the_others(record_set, tmp_path):
     record_set(2, sharded={})
     loaded = record_set(4)
-    of_two, of_four = tables.sharded(loaded).split("4 × NVIDIA H200:")
+    of_two, of_four = sharded_tables.sharded(loaded).split("4 × NVIDIA H200:")
     assert of_two == "2 × NVIDIA H200:\n\nstale\n\n"
     assert len(cells_of(of_four)) == 6
-    assert "from the record of 4 × NVIDIA H200" in tables.sharded_model(loaded)
-    measured = [row["Forward: measured"] for row in cells_of(tables.sharded_model(loaded))]
+    assert "from the record of 4 × NVIDIA H200" in sharded_tables.sharded_model(loaded)
+    measured = [row["Forward: measured"] for row in cells_of(sharded_tables.sharded_model(loaded))]
     assert measured[:3] == ["stale", "0.950", "not measured"]
 
 
@@ -195,9 +195,9 @@ def test_markers(record_set, tmp_path, monkeypatch):
     path.write_text("".join(f"<!-- {marker} --><!-- end -->" for marker in markers))
     filled = render(path, loaded, []).split("<!-- end -->")
     here, other, model, *numbers = (text.split(" -->")[1].strip() for text in filled[:-1])
-    assert here == tables.sharded(loaded)
+    assert here == sharded_tables.sharded(loaded)
     assert other == "not measured"
-    assert model == tables.sharded_model(loaded)
+    assert model == sharded_tables.sharded_model(loaded)
     assert numbers == ["0.95", "0.95", "not measured"]
 
 
@@ -566,7 +566,8 @@ def test_speed_of_one_gpu():
 def test_predictions_stand_beside_what_was_measured(record_set):
     loaded = record_set(2, 4)
     found = {
-        (row["Heads"], row["N"], row["GPUs"]): row for row in cells_of(tables.sharded_model(loaded))
+        (row["Heads"], row["N"], row["GPUs"]): row
+        for row in cells_of(sharded_tables.sharded_model(loaded))
     }
     assert len(found) == 2 * 4 * len(rows.MODELLED_GPUS)
     record = loaded.sharded[2].record
