@@ -41,7 +41,7 @@ from ..operation import FORWARD, OPERATIONS
 from ..problem import DISTRIBUTIONS, SHARDED
 from ..record_schema import RING, SHARES, WORKLOADS
 from .derived import derived, ring_ratios, static_derived
-from .record_set import GPU_FOLDER, NOT_MEASURED, STALE, RecordSet, Whole, load_record_set
+from .record_set import GPU_FOLDER, NOT_MEASURED, STALE, RecordSet, Whole, in_folder
 
 _FOLDER = re.compile(rf"\s*({GPU_FOLDER})\s+(?=[a-z\d(])")
 _TOKEN = re.compile(r"\s*([a-z_][\w.]*|\d+(?:\.\d+)?|[-+*/()])\s*")
@@ -80,7 +80,7 @@ def evaluate(expression: str, record_set: RecordSet, others: Sequence[RecordSet]
     form = form.strip()
     if asked := _FOLDER.match(arithmetic):
         arithmetic = arithmetic[asked.end() :]
-        record_set = _of_gpu(asked[1], record_set, others)
+        record_set = in_folder(asked[1], record_set, others)
     try:
         format(1.0, form)  # before anything is measured, too
     except ValueError as error:
@@ -104,13 +104,6 @@ def evaluate(expression: str, record_set: RecordSet, others: Sequence[RecordSet]
         return format(value.number, form)
     except ValueError as error:
         raise UsageError(f"'{expression.strip()}': {error}") from None
-
-
-def _of_gpu(name: str, record_set: RecordSet, others: Sequence[RecordSet]) -> RecordSet:
-    """The record set in that folder, which need not be there."""
-    found = {one.folder.name: one for one in (record_set, *others)}
-    folder = record_set.folder.with_name(name)
-    return found.get(name) or load_record_set(folder, folder.parent.parent)
 
 
 def _parse(tokens: list[str], level: int = 0) -> _Tree:

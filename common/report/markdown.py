@@ -40,6 +40,7 @@ from .record_set import (
     NOT_MEASURED,
     Ladder,
     RecordSet,
+    in_folder,
     load_record_set,
     single_gpus,
 )
@@ -204,10 +205,7 @@ def _table(
         }
         following = [other for other in others if other.folder.name not in own]
         return _results(operation, record_set, following)
-    gpus = (record_set, *others) if asked.folder else (record_set,)
-    chosen = next((one for one in gpus if asked.folder in (None, one.folder.name)), None)
-    if chosen is None:
-        return NOT_MEASURED
+    chosen = in_folder(asked.folder, record_set, others) if asked.folder else record_set
     if kind in GPU_TABLES:
         return GPU_TABLES[kind](chosen)
     return (LADDER_TABLES | STATIC_TABLES)[kind](chosen.of(operation))

@@ -203,6 +203,13 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
     )
 
 
+def in_folder(name: str, record_set: RecordSet, others: Sequence[RecordSet]) -> RecordSet:
+    """Of these the one in that folder of profiles/; an empty one if there is no such folder."""
+    found = {one.folder.name: one for one in (record_set, *others)}
+    folder = record_set.folder.with_name(name)
+    return found.get(name) or load_record_set(folder, folder.parent.parent)
+
+
 def single_gpus(folders: Iterable[Path]) -> set[Path]:
     """The folders of record sets: in the place of one of several GPUs, that of one of them."""
     return {
