@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from zlib import crc32
 
@@ -43,7 +44,7 @@ from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from common.step import Step
-from verify.accuracy import MEASURED, Measure, compare, expect, repeated
+from verify.accuracy import MEASURED, Expected, Measure, compare, expect, repeated
 from verify.case import Case
 from verify.cases import all_cases, find_cases
 from verify.inputs import Inputs
@@ -130,6 +131,22 @@ class CaseResult:
         return "\n".join([first, *rest])
 
 
+class Prepared:
+    """A case's inputs, and what is expected of them, computed when it is asked for."""
+
+    def __init__(self, case: Case, device: torch.device, seed: int) -> None:
+        self._case = case
+        self.inputs = case.make(device, seed)
+
+    @cached_property
+    def expected(self) -> Expected:
+        return expect(self._case, *self.inputs)
+
+
+# A few are kept: tests check a step and its mutants on the same case, one after another.
+_prepare_once = lru_cache(maxsize=4)(Prepared)
+
+
 def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -> CaseResult:
     """Runs the step on the case once with each backend of runs, on poisoned outputs.
 
@@ -138,8 +155,10 @@ def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -
     memory is skipped.
     """
     try:
-        inputs = case.make(runs[0].device, seed)
-        results = launch_all(step, case, runs, inputs)
+        device = runs[0].device
+        prepare = _prepare_once if device.type == "cpu" else Prepared
+        prepared = prepare(case, device, seed)
+        results = launch_all(step, case, runs, prepared.inputs)
     except (NotEnoughMemoryError, torch.OutOfMemoryError) as reason:
         return CaseResult(step, case, skipped=str(reason).splitlines()[0])
     except UsageError as refusal:  # of these tensors
@@ -149,7 +168,7 @@ def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -
     except RuntimeError as error:  # the SIMT runtime's report; a GPU that a kernel has brought down
         return CaseResult(step, case, errors=(str(error),))
     (outputs, errors), *others = results
-    expected = expect(case, *inputs)
+    expected = prepared.expected
     measures, mismatches = compare(case, expected, outputs)
     errors += mismatches
     for others_outputs, _ in others:
