@@ -28,6 +28,10 @@ _LIMITS = re.compile(
 )
 
 _REPEATS = re.compile(r"all bits but (?P<outputs>\w+(?:'s, \w+)*)'s; \S")
+_PARTS = re.compile(
+    r"(?P<products>\w+) adds to workspace (?P<sums>\d), any number of times between "
+    r"(?P<begin>\w+) and (?P<finish>\w+)"
+)
 
 HEAD_DIMS = range(8, 257, 8)  # those that the cases of verify/ cover: a step can promise no others
 
@@ -66,6 +70,21 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """The step's `parts:` line: how its kernels compute gradients of the keys in several parts.
+
+    For the same queries `begin` and `finish` are launched once, and in between `products` for each
+    part, with its keys. What `begin` leaves in workspaces does not depend on the keys, or on the
+    mask; of what `products` changes there, only its sums of dQ are to stay.
+    """
+
+    begin: str
+    products: str
+    finish: str
+    sums: int  # the workspace
+
+
+@dataclass(frozen=True)
 class Step:
     """One .cu file: name "v04", its path, and what the file's first lines say of it."""
 
@@ -78,6 +97,7 @@ class Step:
     draft: str | None  # why attention() does not take the step yet
     only_deterministic: bool  # attention() takes the step only where all bits must repeat
     unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
+    parts: Parts | None  # where its kernels can be launched for one part of the keys after another
     code_sha256: str  # of its code and its headers', without comments
 
     @property
@@ -109,7 +129,8 @@ def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
 def read_step(path: Path) -> Step:
     """Parses the header comment of a step's file: title line, change:, why:, limits:; draft:
     where attention() is not to take it yet; taken: where it is to take it only if asked for the
-    same bits each time; and repeats: where a repeated call may give other bits.
+    same bits each time; repeats: where a repeated call may give other bits; and parts: where its
+    kernels can be launched for one part of the keys after another.
 
     Raises UsageError where the file cannot be read or says something else.
     """
@@ -131,7 +152,7 @@ def read_step(path: Path) -> Step:
     fields: dict[str, str] = {}
     key = None
     for line in header[1:]:
-        if found := re.match(r"(change|why|limits|draft|taken|repeats): *(.*)", line):
+        if found := re.match(r"(change|why|limits|draft|taken|repeats|parts): *(.*)", line):
             key = found[1]
             fields[key] = found[2]
         elif line and key:
@@ -153,6 +174,7 @@ def read_step(path: Path) -> Step:
         draft=fields.get("draft"),
         only_deterministic=_parse_taken(path, fields.get("taken")),
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
+        parts=_parse_parts(path, title[1], fields.get("parts")),
         code_sha256=sha256,
     )
 
@@ -179,6 +201,23 @@ def _parse_repeats(path: Path, name: str, text: str | None) -> tuple[str, ...]:
             f"of {', '.join(outputs)}, not '{text}'"
         )
     return named
+
+
+def _parse_parts(path: Path, name: str, text: str | None) -> Parts | None:
+    """Parses a `parts:` line: "kernel adds to workspace 1, any number of times between kernel and
+    kernel".
+    """
+    if text is None:
+        return None
+    found = _PARTS.fullmatch(text)
+    workspaces = operation_of(name).workspaces
+    if not found or int(found["sums"]) >= workspaces:
+        raise UsageError(
+            f"{path}: 'parts:' must read like \"attention_backward adds to workspace 1, any number "
+            f'of times between attention_delta and attention_round" and name one of workspaces 0 '
+            f"to {workspaces - 1}, not '{text}'"
+        )
+    return Parts(found["begin"], found["products"], found["finish"], int(found["sums"]))
 
 
 def _parse_limits(path: Path, text: str) -> Limits:

@@ -12,6 +12,8 @@
 // limits: bf16, fp16; head_dim 8-128 by 8; sm_90a
 //     needs 4 bytes of workspace for each element of dQ
 // repeats: all bits but dq's; blocks add to it in any order
+// parts: attention_backward adds to workspace 1, any number of times between attention_delta and
+//     attention_round
 #include "backward.cuh"
 #include "bulk.cuh"
 #include "dependent_launch.cuh"

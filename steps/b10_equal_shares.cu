@@ -10,6 +10,8 @@
 //     needs 4 bytes of workspace for each element of dQ, and without a mask up to 19 MB
 // repeats: all bits but dq's, dk's, dv's; blocks add to dq in any order. dk and dv repeat on one GPU,
 //     but with another number of SMs their terms come in another order
+// parts: attention_backward adds to workspace 1, any number of times between attention_delta and
+//     attention_round
 #include "backward.cuh"
 #include "bulk.cuh"
 #include "dependent_launch.cuh"

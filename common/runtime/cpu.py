@@ -31,6 +31,7 @@ from ..problem import Specialization
 from ..step import Step
 from .backend import Call, empty_outputs, launch, not_enough_memory, refuse, specialization
 from .build import compile_cached, compiler_version, host_compiler
+from .kernels import KernelCall, one_kernel
 from .launch import (
     LaunchDescriptor,
     Plan,
@@ -92,7 +93,7 @@ class SharedAccess:
     wavefronts: int
 
 
-_INPUT, _OUTPUT, _WORKSPACE = range(3)  # enum Kind
+_INPUT, _OUTPUT, _WORKSPACE, _KEPT = range(4)  # enum Kind
 
 
 class _BufferRequest(ctypes.Structure):
@@ -177,8 +178,14 @@ class CpuBackend:
 
     def prepare(self, step: Step, spec: Specialization) -> Call:
         step.require(spec)
-        return lambda tensors, scalars: self._execute(
-            step, spec, tensors, scalars, count_banks=False
+        return lambda tensors, scalars: self._execute(step, spec, tensors, scalars)[0]
+
+    def prepare_kernel(self, step: Step, spec: Specialization, name: str) -> KernelCall:
+        step.require(spec)
+        plan = read_plan(self.descriptor(step, spec), self.multiprocessors)
+        one_kernel(step, plan, name)  # raises where there is none
+        return lambda tensors, scalars, workspaces: self._execute(
+            step, spec, tensors, scalars, kernel=name, lasting=workspaces
         )[0]
 
     def count_shared_accesses(
@@ -199,13 +206,21 @@ class CpuBackend:
         spec: Specialization,
         tensors: Sequence[torch.Tensor],
         scalars: Sequence[float],
-        count_banks: bool,
+        *,
+        count_banks: bool = False,
+        kernel: str | None = None,
+        lasting: Sequence[torch.Tensor] = (),
     ) -> tuple[list[torch.Tensor] | None, list[SharedAccess]]:
-        """What a call returns, and the accesses: none unless count_banks."""
+        """What a call returns, and the accesses: none unless count_banks. Of one kernel, if it is
+        named: what a KernelCall returns, of these workspaces.
+        """
         operation = step.operation
         program = self.build(step, spec)
         descriptor = _read_descriptor(operation, program)
         plan = read_plan(descriptor, self.multiprocessors)
+        num_returned = len(plan.workspaces)
+        if kernel is not None:
+            _, plan, num_returned = one_kernel(step, plan, kernel)
         sizes = sizes_of(tensors)
         workspace_bytes = plan.workspace_bytes(sizes)
         # The program fills its own addresses in: of each tensor, of its map, of each workspace.
@@ -224,7 +239,7 @@ class CpuBackend:
         for operand, t, own in zip(operation.operands, tensors, segmented, strict=True):
             is_input = operand in operation.inputs
             contents.append(own.segments)
-            if is_input:
+            if is_input or kernel is not None:
                 own.copy_from(t)
                 contents.append(own.elements)
             buffers.append(
@@ -235,13 +250,16 @@ class CpuBackend:
                     misalignment=t.data_ptr() % 16,
                     address_at=getattr(fields, operand.name).offset,
                     map_at=getattr(fields, f"{operand.name}_map").offset if operand.strided else -1,
-                    kind=_INPUT if is_input else _OUTPUT,
+                    kind=_INPUT if is_input else _OUTPUT if kernel is None else _KEPT,
                 )
             )
         for i, size in enumerate(workspace_bytes):
             if not size:
                 continue
             contents.append(np.array([[0, size]]))
+            if i < len(lasting):
+                assert lasting[i].nbytes == size
+                contents.append(lasting[i].numpy())
             buffers.append(
                 _BufferRequest(
                     name=f"workspace[{i}]".encode(),
@@ -249,7 +267,7 @@ class CpuBackend:
                     alignment=256,
                     address_at=fields.workspace.offset + i * ctypes.sizeof(ctypes.c_uint64),
                     map_at=-1,
-                    kind=_WORKSPACE,
+                    kind=_KEPT if i < len(lasting) else _WORKSPACE,
                 )
             )
         kernels = [
@@ -286,7 +304,10 @@ class CpuBackend:
             part = np.frombuffer(answer, np.uint8, size, offset)
             workspace.append(torch.from_numpy(part.copy()))
             offset += size
-        return workspace, _read_accesses(answer[offset:])
+        for t, content in zip(lasting, workspace, strict=False):
+            t.copy_(content)
+        returned = list(lasting) or workspace[:num_returned]
+        return returned, _read_accesses(answer[offset:])
 
 
 def _flags(sanitize: bool) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ class CUresult(IntEnum):
 class Gpu:
     """The backend on a fake driver."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch, backend: type[gpu.GpuBackend] = gpu.GpuBackend) -> None:
         self.driver = Driver()
         self.stream = 0  # torch's current one
         self.cluster = 1
@@ -162,7 +162,7 @@ class Gpu:
             raising=False,  # a torch for the CPU has none
         )
         monkeypatch.setattr(gpu, "empty_on_gpu", self.allocate)
-        self.backend = gpu.GpuBackend(torch.device("cuda", 1))
+        self.backend = backend(torch.device("cuda", 1))
         monkeypatch.setattr(self.backend, "_load", self.load)
 
     def allocate(self, sizes, strides, dtype, index):

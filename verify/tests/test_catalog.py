@@ -16,7 +16,7 @@ from common.errors import UsageError
 from common.paths import ROOT
 from common.report.markdown import regenerate
 from common.runtime.backend import DTYPE_NAMES
-from common.step import ARCHITECTURES, DTYPES, read_step
+from common.step import ARCHITECTURES, DTYPES, Parts, read_step
 from verify.check import main as check
 
 NAMES = [step.name for step in all_steps()]
@@ -51,6 +51,10 @@ MALFORMED = {
     "not taken": (
         lambda path: replace(path, "// why:", "// taken: seldom\n// why:"),
         "must read like \"only with deterministic=True; why\", not 'seldom'",
+    ),
+    "no parts": (
+        lambda path: replace(path, "// why:", "// parts: some\n// why:"),
+        "'parts:' must read like \"attention_backward adds to workspace 1, any number of times",
     ),
     "no UTF-8": (lambda path: path.write_bytes(b"// v03 -- \xff"), "is not UTF-8 text"),
     "dtype": (lambda path: replace(path, ": bf16, ", ": bf61, "), "can name bf16, fp16, fp32, not"),
@@ -245,6 +249,35 @@ def test_wrong_limits_are_one_clear_line(tmp_path, old, new, told):
     assert old in LIMITS
     with pytest.raises(UsageError, match=f"v99_x.cu: 'limits:' .*{told}"):
         read_step(write(tmp_path, LIMITS.replace(old, new)))
+
+
+PARTS = (
+    "parts: attention_backward adds to workspace 1, any number of times between attention_delta\n"
+    "//     and attention_round"
+)
+
+
+def test_parts(tmp_path):
+    step = read_step(write(tmp_path, f"{LIMITS}\n// {PARTS}"))
+    assert step.parts == Parts("attention_delta", "attention_backward", "attention_round", 1)
+    assert read_step(write(tmp_path, LIMITS)).parts is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("workspace 1", "workspace 2"),  # forward has two
+        ("workspace 1", "workspace"),
+        ("attention_backward", "it all"),
+        ("any number of times", "often"),
+        (" and attention_round", ""),
+        ("attention_round", "attention_round; so far"),
+    ],
+)
+def test_wrong_parts_are_one_clear_line(tmp_path, old, new):
+    wrong = PARTS.replace("\n//    ", "").replace(old, new)
+    with pytest.raises(UsageError, match=r"v99_x.cu: 'parts:' must .* workspaces 0 to 1, not '"):
+        read_step(write(tmp_path, f"{LIMITS}\n// {wrong}"))
 
 
 def test_names_of_dtypes_are_those_of_the_backends():

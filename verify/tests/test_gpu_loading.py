@@ -40,7 +40,8 @@ class Cubin:
     def __init__(self, fake: Gpu, monkeypatch) -> None:
         self.fake = fake
         self.params_bytes, self.cluster = ctypes.sizeof(PARAMS), 2
-        self.descriptor = CpuBackend().descriptor(STEP, SPEC)
+        descriptor = CpuBackend().descriptor(STEP, SPEC)
+        self.descriptor = type(descriptor).from_buffer_copy(descriptor)  # others have that one
         for kernel in self.descriptor.kernels:
             kernel.smem_bytes = SMEM_BYTES[kernel.name.decode()]
         self.symbols = {"launch_descriptor": bytes(self.descriptor)}

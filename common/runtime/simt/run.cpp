@@ -18,8 +18,9 @@ namespace {
 
 constexpr int MAX_BUFFERS = 16;
 
-// Of a buffer: an input is read from the request, the others go into the answer.
-enum Kind : int32_t { INPUT, OUTPUT, WORKSPACE };
+// Of a buffer: an input is read from the request, the others go into the answer. What is kept is read,
+// too: an output or a workspace of which a launch before may have written a part.
+enum Kind : int32_t { INPUT, OUTPUT, WORKSPACE, KEPT };
 
 struct BufferRequest {  // an empty name ends the list
     char name[16];
@@ -38,7 +39,7 @@ struct KernelRequest {  // an empty name ends the list
 };
 
 // Followed by the kernels' parameter without its addresses, then for each buffer by its segments
-// and, of an input, by their bytes.
+// and, of what is read, by their bytes.
 struct Request {
     uint64_t seed;
     int32_t workers;  // OS threads
@@ -154,13 +155,13 @@ void make_buffers(const Request& request) {
         memcpy(kernel_params + asked.address_at, &address, sizeof(address));
         if (asked.map_at >= 0)
             reinterpret_cast<TensorMapFields*>(kernel_params + asked.map_at)->address = address;
-        if (asked.kind == INPUT) {
+        if (asked.kind == INPUT || asked.kind == KEPT)
             for (const Segment& segment : buffer.segments)
                 read_exactly(buffer.begin(segment), segment.bytes);
+        if (asked.kind == INPUT)
             buffer.make_read_only();
-        } else {
+        else
             global_races.watch(buffer);
-        }
     }
 }
 
@@ -179,7 +180,7 @@ int run_request() {
 
     install_traps(request.time_limit_s);
     for (int call = 0; call < request.calls; ++call) {
-        // Workspaces and the program's variables stay as the call before has left them.
+        // All others, and the program's variables, stay as the call before has left them.
         for (size_t i = 0; i < global_buffers.size(); ++i)
             if (request.buffers[i].kind == OUTPUT) global_buffers[i].poison();
         for (int i = 0; i < 3 && request.kernels[i].name[0]; ++i) launch_kernel(request, i);
