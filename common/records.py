@@ -60,6 +60,8 @@ _MODEL_FILES = ("bench/gpt.py", "bench/llama.py", "bench/trainer.py")
 # The files whose code a call over several GPUs runs.
 _SHARDED_FILES = (
     "ring_lanes.py",
+    "runtime/gpu_kernels.py",
+    "runtime/kernels.py",
     "sharded/__init__.py",
     "sharded/agreement.py",
     "sharded/kernels.py",

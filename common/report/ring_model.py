@@ -156,19 +156,14 @@ def merged_bytes(step: int, gpus: int) -> int:
 
 
 def _backward_s(call: _Call) -> float:
-    """With a causal mask a part has all queries and half of the keys, or the reverse: the longer.
+    """dK and dV are summed when those of the ranks before have arrived; dQ is one sum of the
+    products of all parts.
 
-    dQ is summed beside the exchange, dK and dV when those of the ranks before have arrived.
+    With a causal mask the rank that has most to add has parts of half of its queries and of all
+    keys: they have such a sum of their own, whose dQ is added to that of its own keys.
     """
-    shares = ((1, 0.5), (0.5, 1)) if call.problem.causal else ((1, 1),)
-    return max(_backward_s_of(call, *share) for share in shares)
-
-
-def _backward_s_of(call: _Call, queries: float, keys: float) -> float:
-    """Of parts that have such shares of a rank's queries and keys."""
     gpus = call.gpus
     blocks = call.blocks(2, ELEMENT) if gpus == 2 else call.blocks(4, (ELEMENT + SUM) // 2)
-    kept = ELEMENT if gpus == 2 else SUM  # an element of what is added to the own part, at the end
     seconds = 0.0
     for step in reversed(range(gpus)):
         sent = sent_bytes(step, gpus)
@@ -178,16 +173,15 @@ def _backward_s_of(call: _Call, queries: float, keys: float) -> float:
             beside_s = call.step_s + travel_s * blocks / call.machine.sms
         else:
             beside_s = call.step_without_s(blocks if sent else 0)
-        if step > 0 and gpus > 2:  # dQ: the first part becomes float32, others are added
-            dq_bytes = ELEMENT + SUM if step == gpus - 1 else SUM + ELEMENT + SUM
-            beside_s += call.memory_s(dq_bytes * queries * call.query_elements)
         seconds += max(beside_s, travel_s)
         if 0 < step < gpus - 1:
             to_float32 = ELEMENT + SUM if step == gpus - 2 else 0
-            added = (SUM + ELEMENT + SUM) * keys
+            added = SUM + ELEMENT + SUM
             seconds += call.memory_s(2 * call.key_elements * (to_float32 + added))
-    ending = queries * call.query_elements + 2 * call.key_elements
-    return seconds + call.memory_s((ELEMENT + kept + ELEMENT) * ending)
+    kept = ELEMENT if gpus == 2 else SUM  # an element of what is added to the own part, at the end
+    of_keys = 2 * call.key_elements * (ELEMENT + kept + ELEMENT)
+    of_queries = call.query_elements / 2 * (ELEMENT + ELEMENT + ELEMENT)
+    return seconds + call.memory_s(of_keys + of_queries * call.problem.causal)
 
 
 def sent_bytes(step: int, gpus: int) -> int:

@@ -75,10 +75,11 @@ def attention(
 
     torch.compile leaves it out of its graphs. Beside its results the ring takes the memory of two
     other ranks' k and v, one at hand and one arriving, and of a part of o. For the backward pass it
-    keeps, beside q, k, v, o and lse, another rank's k and v; that pass takes the memory of a part
-    of dq, dk and dv, and of the sums of dk and dv, leaving and arriving. With three ranks or more o
-    and the sums are in float32, dq has such a sum as well, and two other ranks' k and v are there
-    again, one at hand and one arriving.
+    keeps, beside q, k, v, o and lse, another rank's k and v; that pass takes the memory of dq in
+    float32 or, where a part is a whole call of a step, of a part of dq; of a part of dk and dv; and
+    of the sums of dk and dv, leaving and arriving. With three ranks or more o and the sums are in
+    float32, of calls dq has such a sum as well, and two other ranks' k and v are there again, one
+    at hand and one arriving.
     """
     group = _process_group(group)
     agreement = agreement_of(group)

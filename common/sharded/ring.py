@@ -9,9 +9,11 @@ keys that came last, and ends with the rank's own, while its sums of dK and dV c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from torch.autograd.function import Function, once_differentiable
 
 from ..operation import BACKWARD, FORWARD, Operation
 from ..operator import highest_step
-from ..runtime.backend import Backend, Call, empty_outputs, specialization
+from ..runtime.backend import Call, empty_outputs, specialization
+from ..runtime.kernels import KernelCall, KernelsBackend
 from .order import held_lengths
 from .sums import add, merge
 from .transport import Lane, Transport
@@ -242,51 +245,39 @@ def _backward(
     It takes forward's steps in reverse, and the ring turns back: from the keys that forward has
     ended with to the rank's own, beside which the sums of their gradients come home.
     """
-    q, k, *_ = inputs
+    q, *own_keys = inputs[:3]
     dq, *of_own_keys = gradients = empty_outputs(BACKWARD, inputs)
     # dK and dV; of more ranks those in float32, and K and V: four messages, of their mean size.
-    messages, itemsize = 2, k.itemsize
+    messages, itemsize = 2, q.itemsize
     if ring.size > 2:
-        messages, itemsize = 4, (k.itemsize + torch.float32.itemsize) // 2
-    lane = ring.lane(BACK, BACKWARD, q, k, messages, itemsize)
-    others = _QuerySum(ring.size)
+        messages, itemsize = 4, (q.itemsize + torch.float32.itemsize) // 2
+    lane = ring.lane(BACK, BACKWARD, q, own_keys[0], messages, itemsize)
+    # By their first query: parts of the second chunk's come before those of all queries.
+    parts = Counter(ring.part(step).first_query for step in range(ring.size))
+    query_sums: dict[int, _SharedSums | _SumOfCalls] = {}
     keys, sums = last_keys, []  # of dk and dv, of those keys' ranks so far
     for step in reversed(range(ring.size)):
         sent_keys = keys if step > 1 else []  # in step 0 the keys are the rank's own
         arrive = ring.pass_on(lane, step, sent_keys, sums) if sent_keys or sums else None
         part = ring.part(step)
         busy_sms = lane.sms if arrive and not part.causal else 0
-        if step > 0:
-            of_queries, of_keys = _part_gradients(ring, part, inputs, keys, busy_sms)
-            others.add(part.first_query, of_queries)
-            del of_queries
-        else:
-            _launch(ring, BACKWARD, inputs, gradients, part.causal, busy_sms)
+        keys = [t[:, :, part.keys] for t in (keys if step > 0 else own_keys)]
+        of_keys = [torch.empty_like(t) for t in keys] if step > 0 else of_own_keys
+        first = part.first_query
+        if first not in query_sums:
+            query_sums[first] = _begin_sum(ring, inputs, gradients, first, parts[first], busy_sms)
+        query_sums[first].add(keys, of_keys, part.causal, busy_sms)
         keys, arrived = arrive() if arrive else ([], [])
         del arrive, sent_keys  # which hold what has been sent
         if step > 0:
             sums = _add_part(arrived, of_keys, part)
             del of_keys, arrived
-    others.add_to(dq)
+    for first, query_sum in query_sums.items():
+        if first > 0:
+            add(dq[:, :, first:], query_sum.dq)
     for gradient, total in zip(of_own_keys, arrived, strict=True):
         add(gradient[:, :, : total.shape[2]], total)
     return gradients
-
-
-def _part_gradients(
-    ring: Ring, part: Part, inputs: Sequence[Tensor], keys: Sequence[Tensor], busy_sms: int
-) -> tuple[Tensor, list[Tensor]]:
-    """dq of the part's queries; dk and dv of the keys that they see."""
-    q, _, _, o, lse, dout = (t[:, :, part.first_query :] for t in inputs)
-    keys = [t[:, :, part.keys] for t in keys]
-    of_queries, of_keys = torch.empty_like(q), [torch.empty_like(t) for t in keys]
-    if q.shape[2]:
-        inputs, outputs = (q, *keys, o, lse, dout), (of_queries, *of_keys)
-        _launch(ring, BACKWARD, inputs, outputs, part.causal, busy_sms)
-    else:
-        for t in of_keys:
-            t.zero_()
-    return of_queries, of_keys
 
 
 def _add_part(arrived: Sequence[Tensor], of_keys: list[Tensor], part: Part) -> list[Tensor]:
@@ -302,30 +293,116 @@ def _add_part(arrived: Sequence[Tensor], of_keys: list[Tensor], part: Part) -> l
     return sums
 
 
-class _QuerySum:
-    """dq, summed over the keys of other ranks: of two parts or more in float32.
+@dataclass(frozen=True)
+class _Queries:
+    """Some of the rank's, with their gradient, which is a sum of so many parts."""
 
-    Parts of all queries come after those of the second chunk.
+    ring: Ring
+    q: Tensor
+    o: Tensor
+    lse: Tensor
+    dout: Tensor
+    dq: Tensor
+    parts: int
+
+    def inputs(self, keys: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Backward's."""
+        return (self.q, *keys, self.o, self.lse, self.dout)
+
+
+def _begin_sum(
+    ring: Ring,
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    first_query: int,
+    parts: int,
+    busy_sms: int,
+) -> _SharedSums | _SumOfCalls:
+    """The sum of so many parts' dq, of the queries from that one on: of all, the rank's dq."""
+    q, _, _, o, lse, dout = (t[:, :, first_query:] for t in inputs)
+    dq, *of_keys = gradients
+    dq = torch.empty_like(q) if first_query > 0 else dq
+    queries = _Queries(ring, q, o, lse.contiguous(), dout, dq, parts)
+    # Of one part a whole call is faster: its kernels start before the ones in front have ended.
+    if parts > 1 and q.shape[2] and (kernels := _prepared_parts(ring, q, False, busy_sms)):
+        # It reads and writes no keys, but its parameter has some: here those that are to come.
+        tensors = (*queries.inputs(of_keys), dq, *of_keys)
+        workspaces = kernels.begin(tensors, (ring.options.softmax_scale,), ())
+        if workspaces is not None:  # or the step cannot read these rows
+            return _SharedSums(queries, of_keys, kernels.finish, workspaces)
+    return _SumOfCalls(queries)
+
+
+class _SharedSums:
+    """dq, where the step's kernels are launched by themselves, as its line `parts:` says.
+
+    Delta is computed before the first part, each part's products add to the same sums, which are
+    float32, in a workspace, and those are rounded once, behind the last part: dq is then complete.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._is_only_one = ranks == 2
-        self._first_query = 0
+    def __init__(
+        self,
+        queries: _Queries,
+        any_keys: Sequence[Tensor],
+        finish: KernelCall,
+        workspaces: list[Tensor],
+    ) -> None:
+        self.dq = queries.dq
+        self._queries, self._any_keys, self._finish = queries, any_keys, finish
+        self._workspaces = workspaces
+        self._to_come = queries.parts
+
+    def add(
+        self, keys: Sequence[Tensor], of_keys: Sequence[Tensor], causal: bool, busy_sms: int
+    ) -> None:
+        """A part, of these keys; writes dk and dv of it."""
+        queries, scalars = self._queries, (self._queries.ring.options.softmax_scale,)
+        kernels = _prepared_parts(queries.ring, queries.q, causal, busy_sms)
+        # In another one blocks count the works that they have taken, from what begin has set: each
+        # part has a copy of what was there then. That is some MB, of lse and delta of each query.
+        workspaces = [t if i == kernels.sums else t.clone() for i, t in enumerate(self._workspaces)]
+        outputs = (self.dq, *of_keys)
+        launched = kernels.products((*queries.inputs(keys), *outputs), scalars, workspaces)
+        if launched is None:  # the rank's own keys may begin where the step cannot read them
+            keys = [t.clone() for t in keys]
+            launched = kernels.products((*queries.inputs(keys), *outputs), scalars, workspaces)
+            assert launched is not None, "others' keys lie as all steps can read them"
+        self._to_come -= 1
+        if self._to_come == 0:
+            tensors = (*queries.inputs(self._any_keys), self.dq, *self._any_keys)
+            self._finish(tensors, scalars, self._workspaces)
+            self._workspaces = []
+
+
+class _SumOfCalls:
+    """dq, where each part is a call of the step: their sum, of three or more in float32."""
+
+    def __init__(self, queries: _Queries) -> None:
+        self.dq = queries.dq
+        self._queries = queries
         self._sum: Tensor | None = None
+        self._to_come = queries.parts
 
-    def add(self, first_query: int, part: Tensor) -> None:
-        if self._is_only_one:
-            self._first_query, self._sum = first_query, part
-        elif self._sum is None or first_query < self._first_query:
-            so_far, self._sum = self._sum, part.float()
-            if so_far is not None:
-                add(self._sum[:, :, self._first_query - first_query :], so_far)
-            self._first_query = first_query
+    def add(
+        self, keys: Sequence[Tensor], of_keys: Sequence[Tensor], causal: bool, busy_sms: int
+    ) -> None:
+        """A part, of these keys; writes dk and dv of it. dq is complete behind the last one."""
+        queries = self._queries
+        of_queries = self.dq if self._sum is None else torch.empty_like(self.dq)
+        if self.dq.shape[2]:
+            inputs, outputs = queries.inputs(keys), (of_queries, *of_keys)
+            _launch(queries.ring, BACKWARD, inputs, outputs, causal, busy_sms)
         else:
-            add(self._sum, part)
-
-    def add_to(self, dq: Tensor) -> None:
-        add(dq[:, :, self._first_query :], self._sum)
+            for t in of_keys:
+                t.zero_()
+        if self._sum is None:
+            self._sum = self.dq.float() if queries.parts > 2 else self.dq
+        else:
+            add(self._sum, of_queries)
+        self._to_come -= 1
+        if self._to_come == 0 and self._sum is not self.dq:
+            self.dq.copy_(self._sum)
+            self._sum = None
 
 
 def _launch(
@@ -342,10 +419,7 @@ def _launch(
     one that had to wait for an SM, while tensors travel, would end as much later than all others.
     With a mask b10 takes it from a counter, and b09 always does: such a block takes less.
     """
-    options = ring.options
-    operands = zip(operation.inputs, inputs, strict=True)
-    inputs = [t if operand.strided else t.contiguous() for operand, t in operands]
-    q = inputs[0]
+    options, q = ring.options, inputs[0]
     call = _prepared(
         operation, q.device, busy_sms, q.shape[3], q.dtype, causal, options.deterministic
     )
@@ -372,14 +446,50 @@ def _prepared(
     return backend.prepare(step, specialization([like], causal))
 
 
+class _PartKernels(NamedTuple):
+    """A step's, by its Parts."""
+
+    begin: KernelCall
+    products: KernelCall
+    finish: KernelCall
+    sums: int
+
+
+def _prepared_parts(ring: Ring, q: Tensor, causal: bool, busy_sms: int) -> _PartKernels | None:
+    """Of the step that attention() takes; None where that must be launched as a whole."""
+    options = ring.options
+    return _find_parts(q.device, busy_sms, q.shape[3], q.dtype, causal, options.deterministic)
+
+
 @cache
-def _backend(device: torch.device, busy_sms: int) -> Backend:
+def _find_parts(
+    device: torch.device,
+    busy_sms: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    deterministic: bool,
+) -> _PartKernels | None:
+    """With a mask of the step without one: parts of both kinds share a sum."""
+    backend = _backend(device, busy_sms)
+    like = torch.empty(1, 1, 1, head_dim, dtype=dtype, device=device)
+    step = highest_step(backend, BACKWARD, [like], False, deterministic, as_they_lie=False)
+    if step.parts is None:
+        return None
+    names = (step.parts.begin, step.parts.products, step.parts.finish)
+    spec = specialization([like], causal)
+    kernels = (backend.prepare_kernel(step, spec, name) for name in names)
+    return _PartKernels(*kernels, step.parts.sums)
+
+
+@cache
+def _backend(device: torch.device, busy_sms: int) -> KernelsBackend:
     if device.type == "cpu":
         from ..runtime.cpu import CpuBackend
 
         return CpuBackend()
-    from ..runtime.gpu import GpuBackend
+    from ..runtime.gpu_kernels import KernelsGpuBackend
 
-    backend = GpuBackend(device)
+    backend = KernelsGpuBackend(device)
     backend.multiprocessors -= busy_sms
     return backend

@@ -182,6 +182,11 @@ CASES_OF_2 = [
         *("causal_misaligned_rows", 2, square(1, 2, 2, 37)),
         layouts=((misaligned_rows, transposed, misaligned_rows),),
     ),
+    *make(
+        *("full_misaligned_keys", 2, square(1, 2, 2, 67)),
+        causal=False,
+        layouts=((contiguous, misaligned_start, contiguous),),
+    ),
     *make("causal_sum", 2, square(1, 2, 2, 67), sums=True, methods=BOTH),
     *make("causal_far_apart", 2, square(1, 2, 2, 90), inputs=far_apart),
     *make("full_far_apart_fp16", 2, square(1, 2, 2, 90), FP16, inputs=far_apart, causal=False),
@@ -206,6 +211,7 @@ CASES_OF_4 = [
         methods=BOTH,
     ),
     *make("causal_far_apart", 4, square(1, 2, 2, 90), inputs=far_apart),
+    *make("causal_deterministic", 4, square(1, 2, 2, 67), deterministic=True),
     *make("causal_sum_fp32", 4, square(1, 2, 1, 67, 8), FP32, sums=True),
 ]
 

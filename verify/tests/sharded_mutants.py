@@ -102,30 +102,51 @@ def key_sums_lost_at_home(patch: Patch) -> None:
     patch.setattr(ring.Ring, "pass_on", forget)
 
 
-def query_sums_not_added(patch: Patch) -> None:
-    patch.setattr(ring._QuerySum, "add_to", lambda self, dq: None)
+def second_chunk_not_added(patch: Patch) -> None:
+    """Its dq, which alone is added in a tensor's own dtype."""
+    add = ring.add
+
+    def add_in_float32(total, part):
+        if total.dtype != part.dtype:
+            add(total, part)
+
+    patch.setattr(ring, "add", add_in_float32)
 
 
-def query_sums_of_one_part(patch: Patch) -> None:
-    add = ring._QuerySum.add
+def counter_of_the_parts_before(patch: Patch) -> None:
+    """All workspaces are those of the sums, so that no part gets a copy."""
+    prepared = ring._prepared_parts
 
-    def first(self, *part):
-        if self._sum is None:
-            add(self, *part)
+    class Every(int):
+        __hash__ = None
 
-    patch.setattr(ring._QuerySum, "add", first)
+        def __eq__(self, other):
+            return True
+
+    patch.setattr(ring, "_prepared_parts", lambda *wanted: prepared(*wanted)._replace(sums=Every()))
 
 
-def sums_wait_for_all_queries(patch: Patch) -> None:
-    """Those of the second chunk's queries are forgotten where a part of all comes after them."""
-    add = ring._QuerySum.add
+def query_sums_begin_again(patch: Patch) -> None:
+    add = ring._SharedSums.add
 
-    def add_or_begin(self, first_query, part):
-        if self._sum is not None and first_query < self._first_query:
-            self._sum = None
-        add(self, first_query, part)
+    def begin_and_add(self, *part):
+        self._workspaces[1].zero_()
+        add(self, *part)
 
-    patch.setattr(ring._QuerySum, "add", add_or_begin)
+    patch.setattr(ring._SharedSums, "add", begin_and_add)
+
+
+def sum_of_calls_begins_again(patch: Patch) -> None:
+    """Of a step whose kernels are not launched by themselves."""
+    add = ring._SumOfCalls.add
+
+    def forget_and_add(self, *part):
+        if self._sum is not None:
+            self._sum.zero_()
+        add(self, *part)
+
+    patch.setattr(ring, "_prepared_parts", lambda *_: None)
+    patch.setattr(ring._SumOfCalls, "add", forget_and_add)
 
 
 def heads_in_another_order(patch: Patch) -> None:
@@ -164,9 +185,10 @@ MUTANTS: dict[str, list[Callable[[Patch], None]]] = {
         key_sums_not_added,
         key_sums_swapped,
         key_sums_lost_at_home,
-        query_sums_not_added,
-        query_sums_of_one_part,
-        sums_wait_for_all_queries,
+        second_chunk_not_added,
+        counter_of_the_parts_before,
+        query_sums_begin_again,
+        sum_of_calls_begins_again,
     ],
     "ulysses forward": [
         heads_in_another_order,

@@ -157,15 +157,15 @@ def test_it_is_in_order_with_the_current_stream_and_lets_the_host_go_on(findings
 @pytest.mark.gpu
 def test_it_takes_no_more_memory_than_it_says(findings) -> None:
     """Of two ranks with as many heads of keys as of queries: o, a part of it, and k and v that
-    arrive; dq, dk and dv, a part of dq, dk and dv that leave and that arrive (one of the ranks
-    has a part of half of the keys), and dq in float32, which is b08's. And some for each row, and
-    v12's workspace, here a quarter of q.
+    arrive; dq, dk and dv, dk and dv that leave and that arrive (one or the other of half of the
+    keys), dq in float32, which is b10's, and on one of the ranks dq of its second chunk. And some
+    for each row, and v12's workspace, here a quarter of q.
     """
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     for found in findings("2 GPUs"):
         assert 3 < found["memory"]["forward"] < 4.4
-        assert 8 < found["memory"]["backward"] < 9.2
+        assert 8 < found["memory"]["backward"] < 8.8
 
 
 # That they can fail.

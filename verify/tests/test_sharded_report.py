@@ -392,9 +392,9 @@ def test_bandwidth_of_memory_is_the_gpus():
     [
         (FORWARD, 2, 6, 0),
         (FORWARD, 4, 8 + 10 + 8, 0),
-        (BACKWARD, 2, 6, 2 * 6),
+        (BACKWARD, 2, 0, 2 * 6),
         # To float32, then sums of float32 and bf16; at the end those in float32 and the own part.
-        (BACKWARD, 4, 6 + 10 + 10 + 8, 2 * (6 + 10 + 10 + 8)),
+        (BACKWARD, 4, 0, 2 * (6 + 10 + 10 + 8)),
     ],
 )
 def test_merges_and_sums_take_memory_traffic(operation, gpus, of_queries, of_keys):
@@ -407,20 +407,14 @@ def test_merges_and_sums_take_memory_traffic(operation, gpus, of_queries, of_key
     assert slow.seconds - ideal.seconds == pytest.approx(num_bytes / 1e9)
 
 
-def test_with_a_causal_mask_parts_have_half_of_the_queries_or_of_the_keys():
-    """Each rank has some of both kinds, some rank one kind only: the longer one counts."""
+def test_with_a_causal_mask_half_of_the_queries_have_a_sum_of_their_own():
     elements = 131072 // 4 * 128
-    for name, heads, kv_heads, halves in (
-        ("h16_causal_131072", 16, 16, (2, 1)),  # of the queries
-        ("h64_causal_131072", 64, 8, (1, 2)),  # of the keys
-    ):
+    for name, heads, kv_heads in (("h16_causal_131072", 16, 16), ("h64_causal_131072", 64, 8)):
         ideal, slow = (
             predict(BACKWARD, SHARDED[name], 4, machine(hbm_bytes_per_s=speed))
             for speed in (math.inf, 1e9)
         )
-        of_queries = (6 + 10 + 10 + 8) / halves[0]
-        of_keys = 6 + 20 / halves[1] + 8
-        num_bytes = (heads * of_queries + 2 * kv_heads * of_keys) * elements
+        num_bytes = (heads * 6 / 2 + 2 * kv_heads * (6 + 10 + 10 + 8)) * elements
         assert slow.seconds - ideal.seconds == pytest.approx(num_bytes / 1e9)
 
 
@@ -454,9 +448,11 @@ def test_what_is_sent_and_merged_is_what_the_ring_sends_and_merges(monkeypatch, 
 
     def add(total, part):
         if total.shape[1] == heads:
-            added.append(total.dtype)
+            added.append((total.shape[2], total.dtype))
 
+    kernels = sharded_ring._PartKernels(*3 * [lambda *_: []], sums=1)
     monkeypatch.setattr(sharded_ring, "_launch", lambda *_: None)
+    monkeypatch.setattr(sharded_ring, "_prepared_parts", lambda *_: kernels)
     monkeypatch.setattr(sharded_ring, "merge", merge)
     monkeypatch.setattr(sharded_ring, "add", add)
 
@@ -481,7 +477,7 @@ def test_what_is_sent_and_merged_is_what_the_ring_sends_and_merges(monkeypatch, 
     sharded_ring._backward(first, (q, k, v, o, torch.zeros(1, heads, seq), dout), [k, v])
     expected = [keys * sent_bytes(step, gpus) for step in reversed(range(gpus))]
     assert sent == [num_bytes for num_bytes in expected if num_bytes]
-    assert added == [torch.float32] * (gpus - 2) + [q.dtype]  # dq
+    assert added == [(seq // 2, q.dtype)] * causal  # dq
 
     monkeypatch.setattr(
         ring_model, "choose_blocks", lambda *terms: modelled.append(terms) or (1, 1)
@@ -492,10 +488,10 @@ def test_what_is_sent_and_merged_is_what_the_ring_sends_and_merges(monkeypatch, 
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("rank", "gpus"), [(0, 2), (1, 2), (0, 3), (2, 3)])
+@pytest.mark.parametrize(("rank", "gpus"), [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)])
 def test_launches_leave_the_exchange_its_sms(monkeypatch, rank, gpus, causal):
     """But for backward's with a mask, which take work from a counter."""
-    events, seq = [], 4
+    events, kernels, seq = [], [], 4
 
     class Lane:
         turn, sms = 1, 3
@@ -507,7 +503,21 @@ def test_launches_leave_the_exchange_its_sms(monkeypatch, rank, gpus, causal):
     def launch(ring, operation, inputs, outputs, causal, busy_sms):
         events.append(((operation, causal), busy_sms))
 
+    def prepared_parts(ring, q, causal, busy_sms):
+        """Of kernels that need no workspaces."""
+
+        def products(*_):
+            kernels.append("products")
+            events.append(((BACKWARD, causal), busy_sms))
+            return []
+
+        begin, finish = (
+            lambda *_, name=name: kernels.append(name) or [] for name in ("begin", "finish")
+        )
+        return sharded_ring._PartKernels(begin, products, finish, sums=1)
+
     monkeypatch.setattr(sharded_ring, "_launch", launch)
+    monkeypatch.setattr(sharded_ring, "_prepared_parts", prepared_parts)
     for name in ("merge", "add"):
         monkeypatch.setattr(sharded_ring, name, lambda *_, **__: None)
     ring = Ring(
@@ -530,6 +540,10 @@ def test_launches_leave_the_exchange_its_sms(monkeypatch, rank, gpus, causal):
     assert [beside for _, beside in launches].count(True) == gpus - 1 + of_backward
     for (call, busy_sms), beside in launches:
         assert busy_sms == (3 if beside and call != (BACKWARD, True) else 0)
+    # Queries that all parts of backward have in common; alone, a part is a whole call.
+    groups = [gpus - 1 - rank, 1 + rank] if causal else [gpus]
+    of_groups = [["begin", *n * ["products"], "finish"] for n in groups if n > 1]
+    assert kernels == [kernel for of_group in of_groups for kernel in of_group]
 
 
 def test_the_fewest_blocks_are_chosen_that_hide_the_messages():
