@@ -12,6 +12,7 @@ forward, backward   of a cell: flops of the whole problem, and attentions by nam
             methods, one GPU, and torch's; or why one is missing
 time_ms     of an attention, the slowest rank's; of one_gpu, which every rank computes on its own
             GPU at the same time, the ranks' mean
+slowest_gpu_ms  of one_gpu, the median of the rank that takes longest
 tflops      of each GPU
 peak_memory_bytes   of the rank that takes most: beyond q, k, v and dout, and what forward has saved
 communication   of the ring: milliseconds in which tensors travel, and the share of them in which
@@ -382,6 +383,8 @@ def _measure(
             **_outcome(combine(samples[name]), operation.flops(problem) / chosen[name].gpus),
             "peak_memory_bytes": max(gather(trial.peak_memory_bytes)),
         }
+        if name == ONE_GPU:
+            outcomes[name]["slowest_gpu_ms"] = max(gather(statistics.median(samples[name])))
     of_ranks = gather(trials[RING].kernels)
     travel_ms, hidden = zip(*(hidden_share(kernels) for kernels in of_ranks), strict=True)
     outcomes[RING] |= {

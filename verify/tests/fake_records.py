@@ -333,6 +333,8 @@ def fake_sharded(gpus: int = 2) -> dict:
             else outcome(attention)
             for attention in SHARDED_ATTENTIONS
         }
+        if "time_ms" in found["one_gpu"]:
+            found["one_gpu"]["slowest_gpu_ms"] = 1.02 * found["one_gpu"]["time_ms"]
         found["ring"] |= {
             "communication": {"ms": 1.0, "hidden": 0.875},
             "host_ms": 0.5 if operation == FORWARD else 1.5,
