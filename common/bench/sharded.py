@@ -12,7 +12,7 @@ forward, backward   of a cell: flops of the whole problem, and attentions by nam
             methods, one GPU, and torch's; or why one is missing
 time_ms     of an attention, the slowest rank's; of one_gpu, which every rank computes on its own
             GPU at the same time, the ranks' mean
-slowest_gpu_ms  of one_gpu, the median of the rank that takes longest
+slowest_gpu_ms  of one_gpu, the longest of the ranks' medians; time_ms is the median of their means
 tflops      of each GPU
 peak_memory_bytes   of the rank that takes most: beyond q, k, v and dout, and what forward has saved
 communication   of the ring: milliseconds in which tensors travel, and the share of them in which

@@ -182,6 +182,7 @@ class CpuBackend:
 
     def prepare_kernel(self, step: Step, spec: Specialization, name: str) -> KernelCall:
         step.require(spec)
+        assert self.calls == 1, "a second call would add to what is kept again"
         plan = read_plan(self.descriptor(step, spec), self.multiprocessors)
         one_kernel(step, plan, name)  # raises where there is none
         return lambda tensors, scalars, workspaces: self._execute(

@@ -1,7 +1,7 @@
 """One kernel of a step by itself, with workspaces that live on from its launch to another one's.
 
-Apart from backend.py and gpu.py, as attention() launches no kernel so: the code that it runs is
-what records of its time on the host carry hashes of.
+This is not in backend.py and gpu.py, whose hashes the records of attention()'s time on the host
+have: attention() never launches kernels so.
 """
 
 from __future__ import annotations

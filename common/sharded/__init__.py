@@ -76,10 +76,10 @@ def attention(
     torch.compile leaves it out of its graphs. Beside its results the ring takes the memory of two
     other ranks' k and v, one at hand and one arriving, and of a part of o. For the backward pass it
     keeps, beside q, k, v, o and lse, another rank's k and v; that pass takes the memory of dq in
-    float32 or, where a part is a whole call of a step, of a part of dq; of a part of dk and dv; and
-    of the sums of dk and dv, leaving and arriving. With three ranks or more o and the sums are in
-    float32, of calls dq has such a sum as well, and two other ranks' k and v are there again, one
-    at hand and one arriving.
+    float32, if the step has such a workspace, and under a causal mask of dq of half of the queries;
+    of a part of dk and dv; and of the sums of dk and dv, leaving and arriving. With three ranks or
+    more o and the sums are in float32, and two other ranks' k and v are there again, one at hand
+    and one arriving. Where parts are whole calls of a step, dq of one and their sum are there, too.
     """
     group = _process_group(group)
     agreement = agreement_of(group)

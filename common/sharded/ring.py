@@ -359,7 +359,7 @@ class _SharedSums:
         queries, scalars = self._queries, (self._queries.ring.options.softmax_scale,)
         kernels = _prepared_parts(queries.ring, queries.q, causal, busy_sms)
         # In another one blocks count the works that they have taken, from what begin has set: each
-        # part has a copy of what was there then. That is some MB, of lse and delta of each query.
+        # part has a copy of what was there then: 12 or 16 bytes for each query and head.
         workspaces = [t if i == kernels.sums else t.clone() for i, t in enumerate(self._workspaces)]
         outputs = (self.dq, *of_keys)
         launched = kernels.products((*queries.inputs(keys), *outputs), scalars, workspaces)

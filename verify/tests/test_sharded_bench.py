@@ -242,7 +242,7 @@ def test_two_gpus_are_measured(tmp_path):
             attentions = cell[operation.name]["attentions"]
             assert not [name for name, each in attentions.items() if "missing" in each]
             one_gpu = attentions["one_gpu"]
-            assert one_gpu["slowest_gpu_ms"] >= 0.99 * one_gpu["time_ms"]
+            assert one_gpu["slowest_gpu_ms"] > 0.9 * one_gpu["time_ms"]
             assert attentions["ring"]["differences"].keys() == (
                 {"o"} if operation == FORWARD else {"dq", "dk", "dv"}
             )
