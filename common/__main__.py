@@ -33,6 +33,7 @@ def _main(arguments: list[str] | None) -> int:
     bench.add_argument("--experiments", action="store_true", help="the experiments instead")
     bench.add_argument("--grid", action="store_true", help="over a grid of shapes")
     bench.add_argument("--distributions", action="store_true", help="on many kinds of inputs")
+    bench.add_argument("--decode", action="store_true", help="few queries on many keys")
     bench.add_argument("--latency", action="store_true", help="what small calls cost")
     bench.add_argument("--training", action="store_true", help="what training takes")
     bench.add_argument("--gpus", type=int, help="one sequence over so many GPUs")
@@ -78,6 +79,7 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     from .commands import (
         bench,
+        bench_decode,
         bench_distributions,
         bench_grid,
         bench_latency,
@@ -97,6 +99,8 @@ def _run(options: argparse.Namespace) -> int:
         return pictures(options.names)
     if options.command == "train":
         return train()
+    if options.decode:
+        return bench_decode()
     if options.latency:
         return bench_latency()
     if options.gpus is not None:

@@ -33,7 +33,7 @@ from .records import (
     write_atomically,
     write_record,
 )
-from .report import sharded_tables, tables, terminal
+from .report import decode_table, sharded_tables, tables, terminal
 from .report.markdown import regenerate
 from .report.plots import render_plots
 from .report.record_set import RecordSet, load_record_set
@@ -144,6 +144,16 @@ def bench_distributions() -> int:
     from .bench.distributions import measure_distributions
 
     print(tables.distributions(_after_recording(measure_distributions())))
+    _report_regenerated()
+    return 0
+
+
+def bench_decode() -> int:
+    """Measures the newest step of the forward ladder and the peers where queries are few."""
+    _require_gpu()
+    from .bench.decode import measure_decode
+
+    print(decode_table.decode(_after_recording(measure_decode())))
     _report_regenerated()
     return 0
 

@@ -142,6 +142,21 @@ LATENCY = {
     f"n{seq}{'_causal' if causal else ''}": Problem(Shape(1, 16, 16, seq, seq, 128), "bf16", causal)
     for seq, causal in product((128, 256, 512, 1024), (False, True))
 }
+# Few queries on many keys: one for each sequence, as where a model writes, then some that are
+# guessed ahead, and a short part of a prompt. Heads of Llama 3's 8 and 70 billion parameters, and
+# heads with keys of their own.
+DECODE = {
+    f"d{head_dim}_b{batch}_h{heads}_kv{kv_heads}_q{seq_q}_{seq_k}": Problem(
+        Shape(batch, heads, kv_heads, seq_q, seq_k, head_dim), "bf16"
+    )
+    for head_dim, seq_q, batch, (heads, kv_heads), seq_k in product(
+        (64, 128, 256),
+        (1, 4, 16, 128),
+        (1, 8, 64),
+        ((32, 8), (64, 8), (16, 16)),
+        [1024 << doublings for doublings in range(8)],
+    )
+}
 # One sequence over several GPUs: 16 heads of their own keys, and Llama 3's 64 query heads on 8.
 SHARDED = {
     f"h{heads}{'_causal' if causal else ''}_{seq}": Problem(

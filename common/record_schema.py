@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .operation import BACKWARD, FORWARD, Operation, operation_of
+from .operation import BACKWARD, FORWARD, SIZES, Operation, operation_of
 from .timeline_events import TIMELINE_EVENTS
 
 NUMBER = (int, float)
@@ -306,6 +306,32 @@ def _grid_record(operation: Operation) -> dict:
 
 
 GRID_RECORD = ByOperation(_grid_record)
+_DECODED = {
+    **dict.fromkeys(("time_ms", "time_p25_ms", "time_p75_ms"), _positive),
+    **dict.fromkeys(("tflops", "bytes_per_second"), _positive),
+    "samples_ms": _some([_positive]),
+}
+DECODE_RECORD = {
+    "device": str,
+    "dtype": str,
+    "sources": _some({EACH: _CODE}),
+    "copy_bytes_per_second": _positive,
+    "copy_samples_ms": _some([_positive]),
+    "skipped": {EACH: str},
+    "cells": _some(
+        [
+            {
+                "name": str,
+                "run": str,
+                "environment": _ENVIRONMENT,
+                **dict.fromkeys(SIZES, _count),
+                "head_dim": _count,
+                "routes": {EACH: str},
+                "attentions": {EACH: AnyOf([{"missing": str}, _DECODED])},
+            }
+        ]
+    ),
+}
 _SHARE = AnyOf([type(None), _share])
 DISTRIBUTIONS_RECORD = {
     "device": str,

@@ -10,6 +10,7 @@ slow       who was timed in rounds of their own; environment is that of the othe
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -121,3 +122,12 @@ def keep_previous(path: Path, form: Form, sources: dict) -> None:
     record = read_replaced(path, form)
     if record and record["sources"] == sources:
         path.replace(previous_path(path))
+
+
+def read_unfinished(path: Path, begun: dict) -> dict | None:
+    """The record of an interrupted run that began alike, or None."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if {key: record.get(key) for key in begun} == begun else None

@@ -4,6 +4,9 @@ All align a causal mask with the last key. Torch's is_causal aligns it with the 
 same where there are as many queries as keys; elsewhere torch has causal_lower_right(), which
 FlashAttention takes as it is and any other backend as a matrix.
 
+Where few queries look at many keys, q, k and v are not copied, and FlashAttention-3 chooses itself
+into how many parts it splits the keys.
+
 Backward is that of their own forward, which has run once, except where a function of o and lse can
 be called: then it is given the operation's.
 
@@ -65,8 +68,20 @@ def load(
 
 def load_peer(name: str, operation: Operation, inputs: Inputs, *, causal: bool) -> Peer | str:
     """One peer, ready to run on the inputs, or why it is missing."""
+    return _try(partial(LOADERS[operation][name], *inputs, causal=causal))
+
+
+def load_splitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Peer | str]:
+    """The peers for few queries on many keys, without a mask: ready to run, or why one is missing.
+
+    They read q, k and v where those lie.
+    """
+    return {name: _try(partial(load, q, k, v)) for name, load in SPLITTING_LOADERS.items()}
+
+
+def _try(load: Callable[[], Peer]) -> Peer | str:
     try:
-        peer = LOADERS[operation][name](*inputs, causal=causal)
+        peer = load()
         peer.call()  # some refuse the device, the shape or the memory only when they run
         torch.cuda.synchronize()
         return peer
@@ -165,7 +180,8 @@ def _gradients(
 class _FlashAttention3:
     """FlashAttention-3 from somewhere, for tensors [batch, seq, heads, head_dim].
 
-    forward is a function of q, k, v and causal, differentiable the same for autograd. backward
+    forward is a function of q, k, v and causal, which also takes num_splits, the parts into which
+    it splits the keys, 0 for its own choice; differentiable is the same for autograd. backward
     takes the operation's inputs, causal and deterministic, and returns a function that computes the
     gradients, and its held_bytes.
     """
@@ -180,6 +196,14 @@ def _flash_attention_3(q, k, v, *, causal: bool) -> Peer:
     library = _find_flash_attention_3()
     q, k, v = _sequence_first(q, k, v)
     return Peer(lambda: library.forward(q, k, v, causal).transpose(1, 2), library.route)
+
+
+def _flash_attention_3_splitting(q, k, v) -> Peer:
+    library = _find_flash_attention_3()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return Peer(
+        lambda: library.forward(q, k, v, False, num_splits=0).transpose(1, 2), library.route
+    )
 
 
 def _flash_attention_3_backward(
@@ -228,8 +252,8 @@ def _find_flash_attention_3() -> _FlashAttention3:
 
 
 def _registered_ops(route: str) -> _FlashAttention3:
-    def forward(q, k, v, causal: bool) -> torch.Tensor:
-        return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal)[0]
+    def forward(q, k, v, causal: bool, **options) -> torch.Tensor:
+        return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal, **options)[0]
 
     def backward(*inputs_and_options):
         return partial(_registered_gradients, *inputs_and_options), 0
@@ -273,4 +297,9 @@ LOADERS = {
         FA3: _flash_attention_3_backward,
         FA3_DETERMINISTIC: partial(_flash_attention_3_backward, deterministic=True),
     },
+}
+# Likewise those for few queries on many keys, of forward, by name.
+SPLITTING_LOADERS = {
+    "sdpa_cudnn": partial(_sdpa, SDPA["sdpa_cudnn"], causal=False),
+    FA3: _flash_attention_3_splitting,
 }

@@ -29,7 +29,6 @@ sample; the ring's is then made under the profiler. Kernels have been loaded by 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -69,7 +68,7 @@ from ..sharded.order import held_lengths
 from ..sharded.ring import ONWARD
 from ..sharded.transport import transport_of
 from .attentions import steps_for
-from .cells import build_all
+from .cells import build_all, read_unfinished
 from .context_parallel import ROTATIONS, ROUTE, context_parallel, sdpa, use_rotation
 from .device_state import device_state, git_state, versions
 from .kernel_trace import Interval, hidden_share, trace_kernels
@@ -198,15 +197,6 @@ def measure_sharded() -> Path:
         write_record(path, record)
         unfinished.unlink(missing_ok=True)
     return path
-
-
-def read_unfinished(path: Path, begun: dict) -> dict | None:
-    """The record of an interrupted run that began alike, or None."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if {key: record.get(key) for key in begun} == begun else None
 
 
 def measure_link() -> list[dict]:

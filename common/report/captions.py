@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from ..operation import FORWARD, Operation
 from ..text import listed
+from .record_set import NOT_MEASURED
 
 
 def inputs(operation: Operation) -> str:
@@ -33,6 +35,18 @@ def peak_memory(operation: Operation) -> str:
 def max_error(operation: Operation) -> str:
     """Of all outputs the records have one; the tables have the first's."""
     return unless_forward(operation, f"of {operation.outputs[0].name}, ") + "against float64"
+
+
+def summary(ratios: dict[str, float]) -> str:
+    """The ratios by cell in a few words."""
+    if not ratios:
+        return NOT_MEASURED
+    smallest = min(ratios, key=ratios.__getitem__)
+    mean = statistics.geometric_mean(ratios.values())
+    return (
+        f"geometric mean of {len(ratios)} cells {mean:.3f} ×, "
+        f"smallest {ratios[smallest]:.3f} × ({smallest})"
+    )
 
 
 def device_states(states: Sequence[dict | str]) -> str:

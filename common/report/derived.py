@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from ..metrics import (
@@ -19,6 +20,20 @@ from ..record_schema import FA3, NUMBER, OURS, RING, SHARDED_ATTENTIONS
 # Beside the ring: our other way, one GPU with the whole problem, and torch's ways.
 _, ULYSSES, ONE_GPU, *CONTEXT_PARALLEL = SHARDED_ATTENTIONS
 BANK_COUNTS = ("accesses", "ideal", "wavefronts")
+# How many sequences, and from how many keys on, one query of each is held against a copy.
+BANDWIDTH_BATCH, BANDWIDTH_KEYS = 8, 8192
+# Of few queries on many keys: cells with a peer, the speed over the fastest peer's, in how many of
+# them it is slower, the smallest of copy_shares(), the speed over the step before, a copy's TB/s.
+DECODE_FIGURES = (
+    "cells",
+    "mean",
+    "smallest",
+    "smallest_cell",
+    "slower",
+    "smallest_copy_share",
+    "gain",
+    "copy_tb_per_s",
+)
 # What the steps are limited by, in the order in which they meet it: shares of a peak by column.
 LIMITS = {
     "L1 data": "l1_data_percent",
@@ -102,6 +117,58 @@ def peer_ratios(record: dict, *steps: str, peer: str | None = None) -> dict[str,
         if step and peers:
             ratios[cell["name"]] = rates[step] / max(peers)
     return ratios
+
+
+def decode_ratios(record: dict, over: str | None = None) -> dict[str, float]:
+    """Of few queries on many keys, by cell: the speed of the step that is compared over the fastest
+    peer's, or over that of the one that is named, where one was measured.
+    """
+    step = next(iter(record["sources"]))
+    ratios = {}
+    for cell in record["cells"]:
+        times_ms = {
+            name: each["time_ms"] for name, each in cell["attentions"].items() if "time_ms" in each
+        }
+        others_ms = [
+            ms
+            for name, ms in times_ms.items()
+            if (name not in record["sources"] if over is None else name == over)
+        ]
+        if step in times_ms and others_ms:
+            ratios[cell["name"]] = min(others_ms) / times_ms[step]
+    return ratios
+
+
+def copy_shares(record: dict) -> dict[str, float]:
+    """By cell with one query on BANDWIDTH_KEYS or more of BANDWIDTH_BATCH sequences: the bytes that
+    the step that is compared must move, in a second, as a share of those that a copy moves.
+    """
+    step = next(iter(record["sources"]))
+    return {
+        cell["name"]: each["bytes_per_second"] / record["copy_bytes_per_second"]
+        for cell in record["cells"]
+        if (cell["batch"], cell["seq_q"]) == (BANDWIDTH_BATCH, 1)
+        and cell["seq_k"] >= BANDWIDTH_KEYS
+        and "bytes_per_second" in (each := cell["attentions"].get(step, {}))
+    }
+
+
+def decode_figures(record: dict) -> dict[str, float | str | None]:
+    """Of a record of few queries on many keys, under DECODE_FIGURES; None where nothing is."""
+    ratios, shares = decode_ratios(record), copy_shares(record)
+    _, *before = record["sources"]
+    gains = decode_ratios(record, over=before[0]) if before else {}
+    smallest = min(ratios, key=ratios.__getitem__, default=None)
+    return {
+        "cells": len(ratios),
+        "mean": statistics.geometric_mean(ratios.values()) if ratios else None,
+        "smallest": ratios[smallest] if ratios else None,
+        "smallest_cell": smallest,
+        "slower": sum(ratio < 1 for ratio in ratios.values()),
+        "smallest_copy_share": min(shares.values(), default=None),
+        "gain": statistics.geometric_mean(gains.values()) if gains else None,
+        "copy_tb_per_s": record["copy_bytes_per_second"] / 1e12,
+    }
 
 
 def first_that_run(record: dict, steps: Sequence[str]) -> tuple[str, ...]:

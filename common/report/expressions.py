@@ -18,6 +18,7 @@
     v06.banks.ldmatrix_x4.conflicts
     train.ours.loss, train.sdpa.ms_per_step              of the training on attention(), on torch's
     training_speed.llama.ours.time_ms                    of a workload on attention() or a peer
+    decode.mean, decode.smallest_cell    of derived.DECODE_FIGURES, of few queries on many keys
     sharded_x2.h16_causal_131072.forward.ring.time_ms    of attention over two GPUs; likewise
                                                          ...ring.communication.hidden and, of
                                                          derived.ring_ratios, ...ring.of_ideal
@@ -40,7 +41,7 @@ from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS
 from ..problem import DISTRIBUTIONS, SHARDED
 from ..record_schema import RING, SHARES, WORKLOADS
-from .derived import derived, ring_ratios, static_derived
+from .derived import DECODE_FIGURES, decode_figures, derived, ring_ratios, static_derived
 from .record_set import GPU_FOLDER, NOT_MEASURED, STALE, RecordSet, Whole, in_folder
 
 _FOLDER = re.compile(rf"\s*({GPU_FOLDER})\s+(?=[a-z\d(])")
@@ -176,6 +177,8 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
         return _training_number(record_set.training, keys, text)
     if name == "training_speed":
         return _speed_number(record_set.training_speed, keys, text)
+    if name == "decode":
+        return _decode_number(record_set.decode, keys, text)
     if several := _SHARDED.fullmatch(name):
         return _sharded_number(record_set.sharded.get(int(several[1])), keys, text)
     sources, recorded, derive = record_set.steps, record_set.measured, derived
@@ -235,6 +238,15 @@ def _speed_number(speed: Whole | None, keys: list[str], text: str) -> _Value:
         raise _Unavailable(STALE)
     measured = speed and speed.record["workloads"][workload]
     return _walk(measured, lambda workload: workload["attentions"], keys, text)
+
+
+def _decode_number(decode: Whole | None, keys: list[str], text: str) -> _Value:
+    if len(keys) != 1:
+        raise UsageError(f"'{text}' does not read like 'decode.mean'")
+    _require(keys[0], list(DECODE_FIGURES), text)
+    if decode and decode.stale:
+        raise _Unavailable(STALE)
+    return _walk(decode and decode_figures(decode.record), lambda _: {}, keys, text)
 
 
 def _sharded_number(sharded: Whole | None, keys: list[str], text: str) -> _Value:

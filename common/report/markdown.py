@@ -5,12 +5,12 @@ Generated text stands between HTML comments, which render invisibly:
     <!-- table: results -->…<!-- end -->          or memory, peers, grid, sass, banks: those of the
                                                   forward ladder
     <!-- table: results b -->…<!-- end -->        any of these, of the ladder with this letter
-    <!-- table: latency -->…<!-- end -->          or decoding, pictures, distributions,
+    <!-- table: latency -->…<!-- end -->          or decoding, decode, pictures, distributions,
                                                   training_speed, sharded, sharded_model: the last
                                                   two of the records of several such GPUs
     <!-- table: counters v04 -->…<!-- end -->     or resources, experiments: those of a step
     <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers and grid of any ladder,
-                                                  distributions, latency, training_speed,
+                                                  distributions, latency, decode, training_speed,
                                                   sharded and sharded_model, of the records in
                                                   profiles/h100, which need not be there
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
@@ -31,7 +31,7 @@ from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS, Operation
 from ..paths import ROOT
 from ..records import HEADLINE_GPU, STATIC, write_atomically
-from . import diagrams, sharded_tables, tables
+from . import decode_table, diagrams, sharded_tables, tables
 from .expressions import evaluate
 from .page import render_page
 from .plots import render_plots
@@ -238,6 +238,7 @@ GPU_TABLES = {
     "distributions": tables.distributions,
     "latency": tables.latency,
     "decoding": tables.decoding,
+    "decode": decode_table.decode,
     "pictures": tables.pictures,
     "training_speed": tables.training_speed,
     "sharded": sharded_tables.sharded,

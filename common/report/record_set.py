@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..operation import OPERATIONS, Operation, operation_of
 from ..patch import Patch, read_patch
 from ..record_schema import (
+    DECODE_RECORD,
     DISTRIBUTIONS_RECORD,
     EXPERIMENT_RECORD,
     GRID_RECORD,
@@ -27,6 +28,7 @@ from ..record_schema import (
     Form,
 )
 from ..records import (
+    DECODE_FILE,
     DISTRIBUTIONS_FILE,
     LATENCY_FILE,
     PICTURES_FILE,
@@ -129,6 +131,7 @@ class RecordSet:
     static: Recorded  # steps and experiments, in the order of the worklog
     timelines: Recorded
     cells: dict[str, Cells]  # "grid" and "grid_backward", of shapes; "distributions", of the inputs
+    decode: Whole | None  # of few queries on many keys
     latency: Whole | None  # of small calls
     pictures: Whole | None
     training: Whole | None
@@ -191,6 +194,7 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
             _patches(root / "common" / "bench" / "timelines"),
         ),
         cells={name: record for name, record in cells.items() if record},
+        decode=_load_whole(folder / DECODE_FILE, DECODE_RECORD, steps),
         latency=_load_whole(folder / LATENCY_FILE, LATENCY_RECORD, steps, host=host_hashes()),
         pictures=_load_whole(
             folder / PICTURES_FILE, PICTURES_RECORD, steps, made_by=picture_hashes()

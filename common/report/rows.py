@@ -18,6 +18,8 @@ from ..step import predecessor
 from .derived import (
     ONE_GPU,
     ULYSSES,
+    copy_shares,
+    decode_ratios,
     derived,
     peer_ratios,
     readable,
@@ -31,6 +33,7 @@ from .ring_model import machine_of, predict
 
 Row = dict[str, Any]
 
+SHOWN_KEYS = (1024, 8192, 131072)  # of few queries on many keys
 MODELLED_GPUS = (2, 4, 8, 64)  # for which the time of a ring is predicted
 GROWS = 3  # memory that more than triples when the sequence doubles holds all scores
 
@@ -252,6 +255,44 @@ def _on_host(timed: dict, record: dict) -> dict[str, tuple[float | None, float]]
 
 def _quiet_turns(timed: dict, record: dict) -> list[bool]:
     return quiet_turns(timed["loop_rates"], record["fastest_loop_rate"])
+
+
+def decode(record_set: RecordSet) -> list[Row]:
+    """A row for each head_dim and number of queries: the step's speed over the fastest peer's.
+
+    by_keys has the geometric mean and the smallest over batches and heads, for each of SHOWN_KEYS;
+    None where it is missing. slower counts the cells with any number of keys where it is below 1.
+    copy_share is the smallest of derived.copy_shares(), where there are any.
+    """
+    if record_set.decode is None or record_set.decode.stale:
+        return []
+    record = record_set.decode.record
+    ratios, shares = decode_ratios(record), copy_shares(record)
+    by_row: dict[tuple[int, int], list[dict]] = {}
+    for cell in record["cells"]:
+        by_row.setdefault((cell["head_dim"], cell["seq_q"]), []).append(cell)
+    found = []
+    for (head_dim, seq_q), cells in by_row.items():
+        compared = [cell for cell in cells if cell["name"] in ratios]
+        by_keys = {}
+        for seq_k in SHOWN_KEYS:
+            of_keys = [ratios[cell["name"]] for cell in compared if cell["seq_k"] == seq_k]
+            by_keys[str(seq_k)] = (
+                {"mean": statistics.geometric_mean(of_keys), "smallest": min(of_keys)}
+                if of_keys
+                else None
+            )
+        row: Row = {
+            "head_dim": head_dim,
+            "seq_q": seq_q,
+            "by_keys": by_keys,
+            "slower": sum(ratios[cell["name"]] < 1 for cell in compared),
+            "cells": len(compared),
+        }
+        if of_row := [shares[cell["name"]] for cell in cells if cell["name"] in shares]:
+            row["copy_share"] = min(of_row)
+        found.append(row)
+    return found
 
 
 def pictures(record_set: RecordSet) -> list[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from itertools import pairwise
 
 from ..metrics import OPCODES
@@ -13,7 +12,15 @@ from ..record_schema import FA3_DETERMINISTIC, OURS, SDPA, SHARES, WORKLOADS
 from ..step import predecessor
 from ..text import kib, label, listed, markdown, megabytes
 from . import rows
-from .captions import device_states, flops, inputs, max_error, peak_memory, unless_forward
+from .captions import (
+    device_states,
+    flops,
+    inputs,
+    max_error,
+    peak_memory,
+    summary,
+    unless_forward,
+)
 from .columns import (
     ERROR,
     PEAK_MEMORY,
@@ -157,7 +164,7 @@ def grid(ladder: Ladder) -> str:
         f">{first} / fastest peer": shown("ratio", bold_from_one),
     }
     return table_of(columns, found) + (
-        f"\n\n{first} over the fastest peer: {_summary(peer_ratios(record, *taken))}. "
+        f"\n\n{first} over the fastest peer: {summary(peer_ratios(record, *taken))}. "
         f"{_deterministic(ladder)}"
         f"TFLOP/s on the {record['device']} in {record['dtype']}; {inputs(ladder.operation)}; "
         "where the mask is causal, the operations of visible keys are counted: half of them where "
@@ -194,7 +201,7 @@ def distributions(record_set: RecordSet) -> str:
     )
     return table_of(columns, found) + (
         f"\n\n{label(last, stale=last in measured.stale)} over the fastest peer: "
-        f"{_summary(peer_ratios(record, last))}. {record['device']}; batch {shape['batch']}, "
+        f"{summary(peer_ratios(record, last))}. {record['device']}; batch {shape['batch']}, "
         f"N {shape['seq']}, {shape['heads'] * shape['head_dim']} / D heads. {shares}"
         "normal_s: normally distributed inputs, where s is the standard deviation of the logits; "
         "later_keys_larger: it is 2, and 8 from key 256 on; own_key: each query lies near a key of "
@@ -245,7 +252,7 @@ def _deterministic(ladder: Ladder) -> str:
         label(name, stale=name in ladder.grid.stale)
         for name in first_that_run(ladder.grid.record, steps)
     )
-    return f"{first}, whose every bit repeats, over {FA3_DETERMINISTIC}: {_summary(ratios)}. "
+    return f"{first}, whose every bit repeats, over {FA3_DETERMINISTIC}: {summary(ratios)}. "
 
 
 def _how_measured(measured: Cells, *steps: str) -> str:
@@ -261,21 +268,9 @@ def _how_measured(measured: Cells, *steps: str) -> str:
         f"{device_states(states)}"
     )
     if measured.previous:
-        before = _summary(peer_ratios(measured.previous, *steps))
+        before = summary(peer_ratios(measured.previous, *steps))
         text += f" In the run before, of the same sources: {before}."
     return text
-
-
-def _summary(ratios: dict[str, float]) -> str:
-    """The ratios by cell in a few words."""
-    if not ratios:
-        return NOT_MEASURED
-    smallest = min(ratios, key=ratios.__getitem__)
-    mean = statistics.geometric_mean(ratios.values())
-    return (
-        f"geometric mean of {len(ratios)} cells {mean:.3f} ×, "
-        f"smallest {ratios[smallest]:.3f} × ({smallest})"
-    )
 
 
 def latency(record_set: RecordSet) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from common.catalog import all_steps
 from common.operation import BACKWARD, FORWARD, Operation
-from common.problem import DISTRIBUTIONS, SHARDED, TRAINED
+from common.problem import DECODE, DISTRIBUTIONS, SHARDED, TRAINED, Shape
 from common.record_schema import CACHES, SDPA, SHARDED_ATTENTIONS
 from common.records import SCHEMA, host_hashes, model_hashes, picture_hashes, sharded_hashes
 from common.step import Step
@@ -145,6 +147,59 @@ def fake_distributions(*steps: Step, trained: bool = False) -> dict:
             for name, (problem, inputs) in DISTRIBUTIONS.items()
             if trained or inputs != TRAINED
         ],
+    }
+
+
+def fake_decode(step: Step, before: Step | None = None) -> dict:
+    """Of every problem with 32 heads, whose K and V fit: the step takes 1 ms, the one before 3.
+
+    One peer takes 2 ms, the other 1.5, and with 128 queries 0.8; with one query it is missing. At
+    batch 8 the step reaches 0.9 of a copy's speed for each query, and 0.7 at 131072 keys.
+    """
+    state = fake_record(step)["environment"]["before"]
+    steps = [each for each in (step, before) if each]
+    problems = {name: problem for name, problem in DECODE.items() if problem.shape.heads == 32}
+    too_large = [
+        name for name, p in problems.items() if (p.shape.batch, p.shape.seq_k) == (64, 131072)
+    ]
+
+    def outcome(shape: Shape, time_ms: float) -> dict:
+        share = 0.7 if shape.seq_k == 131072 else 0.9
+        return {
+            "time_ms": time_ms,
+            "time_p25_ms": time_ms * 0.99,
+            "time_p75_ms": time_ms * 1.01,
+            "samples_ms": [time_ms] * 3,
+            "tflops": 100.0 / time_ms,
+            "bytes_per_second": 4 * 10**12 * share * shape.seq_q / time_ms,
+            "difference": 0.002,
+        }
+
+    def cell(name: str, shape: Shape) -> dict:
+        attentions = {step.name: outcome(shape, 1.0)}
+        if before:
+            attentions[before.name] = outcome(shape, 3.0)
+        attentions["sdpa_cudnn"] = outcome(shape, 0.8 if shape.seq_q == 128 else 1.5)
+        if shape.seq_q == 1:
+            attentions["sdpa_cudnn"] = {"missing": "no such shape."}
+        return {
+            "name": name,
+            "run": name,
+            "environment": {"before": state, "after": state},
+            **asdict(shape),
+            "routes": {"flash_attention_3": "fake"},
+            "attentions": {**attentions, "flash_attention_3": outcome(shape, 2.0)},
+        }
+
+    return {
+        "schema": SCHEMA,
+        "device": "NVIDIA H200",
+        "dtype": "bf16",
+        "sources": {each.name: {"code_sha256": each.code_sha256} for each in steps},
+        "copy_bytes_per_second": 4 * 10**12,
+        "copy_samples_ms": [1.0, 1.0],
+        "skipped": dict.fromkeys(too_large, "out of memory"),
+        "cells": [cell(name, p.shape) for name, p in problems.items() if name not in too_large],
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.operation import FORWARD, OPERATIONS, Operand, Operation, operation_of
-from common.problem import GRID, HEADLINE, LATENCY, Problem, Shape, Specialization
+from common.problem import DECODE, GRID, HEADLINE, LATENCY, Problem, Shape, Specialization
 from common.record_schema import RECORD, find_error
 from common.runtime.backend import empty_outputs, specialization
 from common.runtime.launch import Box, Plan, descriptor_type, params_type, sizes_of
@@ -201,7 +201,8 @@ def test_outputs_lie_like_the_inputs_they_resemble() -> None:
 
 def test_measured_problems() -> None:
     assert GRID["d128_4096"] == HEADLINE
-    assert all(problem.dtype == "bf16" for problem in (*GRID.values(), *LATENCY.values()))
+    for problems in (GRID, LATENCY, DECODE):
+        assert all(problem.dtype == "bf16" for problem in problems.values())
     assert HEADLINE.as_record()["dtype"] == "bf16"
 
 

@@ -12,6 +12,7 @@ import torch
 from common import commands
 from common.__main__ import main
 from common.bench import kernel_trace, sharded
+from common.bench.cells import read_unfinished
 from common.bench.kernel_trace import EXCHANGE, Interval, hidden_share
 from common.bench.sharded import (
     ONE_GPU,
@@ -20,7 +21,6 @@ from common.bench.sharded import (
     _outcome,
     _seconds,
     _timeline,
-    read_unfinished,
 )
 from common.operation import BACKWARD, FORWARD
 from common.paths import ROOT

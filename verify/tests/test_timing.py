@@ -39,6 +39,23 @@ def test_a_causal_mask_ends_with_the_last_key(causal, seq_q, kv_heads):
     assert (peer.call() - expected).abs().max() < 1e-5
 
 
+def test_peers_of_many_keys_read_them_where_they_lie(monkeypatch):
+    """FlashAttention-3 chooses itself into how many parts it splits them."""
+    registered = RegisteredOps()
+    monkeypatch.setattr(torch.ops, "flash_attn_3", registered, raising=False)
+    monkeypatch.setattr(peers, "_find_flash_attention_3", lambda: _registered_ops("fake"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    q, k, v = Case("keys", Shape(2, 4, 2, 3, 64, 64), torch.float32).make("cpu")
+    loaded = peers.load_splitting(q, k, v)
+    assert [*loaded] == ["sdpa_cudnn", "flash_attention_3"]
+    assert isinstance(loaded["sdpa_cudnn"], str)  # torch has none without a GPU
+    peer = loaded["flash_attention_3"]
+    expected, _ = attention_reference(q, k, v, causal=False, softmax_scale=64**-0.5)
+    assert (peer.call() - expected).abs().max() < 1e-5
+    assert registered.options == {"num_splits": 0}
+    assert [x.data_ptr() for x in registered.taken] == [x.data_ptr() for x in (q, k, v)]
+
+
 def make_backward(
     seq_q: int, kv_heads: int, device: str, dtype: torch.dtype, causal: bool
 ) -> tuple[Case, Inputs]:
@@ -86,7 +103,8 @@ class RegisteredOps:
     def __init__(self, dtype=torch.float32):
         self.dtype = dtype
 
-    def fwd(self, *inputs, is_causal):
+    def fwd(self, *inputs, is_causal, **options):
+        self.taken, self.options = inputs, options
         assert {x.dtype for x in inputs} == {self.dtype}
         q, k, v = (x.transpose(1, 2) for x in inputs)
         o, lse = attention_reference(q, k, v, causal=is_causal, softmax_scale=q.shape[-1] ** -0.5)
@@ -166,6 +184,20 @@ def test_peers_compute_attention(causal, seq_q, kv_heads):
     loaded = load(FORWARD, (q, k, v), causal=causal)
     assert list(loaded) == PEERS
     for peer in loaded.values():
+        if isinstance(peer, Peer):
+            assert (peer.call() - expected).abs().max() < 0.02
+        else:
+            assert peer  # says why it is missing
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("seq_q", [1, 16])
+def test_peers_of_many_keys_compute_attention(seq_q, kv_heads):
+    case = Case("keys", Shape(2, 4, kv_heads, seq_q, 2048, 128), torch.bfloat16)
+    inputs = case.make("cuda")
+    expected, _ = attention_reference(*inputs, **case.arguments)
+    for peer in peers.load_splitting(*inputs).values():
         if isinstance(peer, Peer):
             assert (peer.call() - expected).abs().max() < 0.02
         else:

@@ -24,6 +24,7 @@ from common.report.markdown import PAGE, regenerate
 from common.report.record_set import load_record_set
 from common.step import read_step
 from verify.tests.fake_records import (
+    fake_decode,
     fake_distributions,
     fake_grid,
     fake_latency,
@@ -126,6 +127,7 @@ def test_rows_are_plain_values(root):
     write_record(root / "profiles/static/v02.json", fake_static_record(V02))
     write_record(root / "profiles/h200/grid.json", fake_grid(V01, V02))
     write_record(root / "profiles/h200/distributions.json", fake_distributions(V01, V02))
+    write_record(root / "profiles/h200/decode.json", fake_decode(V02))
     write_record(root / "profiles/h200/latency.json", fake_latency(V02))
     write_record(root / "profiles/h200/training_speed.json", fake_training_speed(V02, B02))
     record_set = record_set_of(root)
@@ -147,7 +149,13 @@ def test_rows_are_plain_values(root):
     assert rows.latency(record_set)[0]["device_us"]["v02"] == 5.0
     assert rows.distributions(record_set)[0]["by_head_dim"]["64"]["ratio"] == 200 / 640
     of_a_ladder = (rows.sass, rows.banks, rows.grid)
-    of_a_set = (rows.distributions, rows.latency, rows.decoding, rows.training_speed)
+    of_a_set = (
+        rows.distributions,
+        rows.decode,
+        rows.latency,
+        rows.decoding,
+        rows.training_speed,
+    )
     of_a_step = (rows.resources, rows.counters)
     for found in (
         *(read(ladder) for read in of_a_ladder),
@@ -428,6 +436,7 @@ RECORDS = [
     "h200/grid_backward_previous.json",
     "h200/distributions.json",
     "h200/distributions_previous.json",
+    "h200/decode.json",
     "h200/latency.json",
     "h200/training_speed.json",
     "h200/timelines/v09.json",

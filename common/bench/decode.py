@@ -1,0 +1,209 @@
+"""Measures few queries on many keys, as when a model writes: profiles/<gpu>/decode.json.
+
+The record's keys are those of headline.py, but for these:
+
+sources     the hashes of the step that is compared, then of the one before it
+copy_bytes_per_second   of torch's copy of COPY_BYTES: what it reads and what it writes
+copy_samples_ms     of that copy
+skipped     the cells whose tensors do not fit into the device's memory, by name: what that said
+cells       in the order of common.problem.DECODE, each an interleaved run of its own
+routes      of a cell: which code a peer runs
+attentions  of a cell, by name: the two steps and the peers, or why one is missing
+bytes_per_second    of an attention: q, k, v, o and lse, each moved once
+difference  of an attention: of its o from the step's, by difference_of()
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from verify.case import Case
+from verify.inputs import Inputs
+
+from ..catalog import step_before, steps_to_run
+from ..errors import NotEnoughMemoryError, UsageError
+from ..operation import FORWARD
+from ..paths import BUILD_DIR
+from ..problem import DECODE
+from ..records import DECODE_FILE, PROFILES_DIR, SCHEMA, gpu_folder, write_record
+from ..runtime.backend import run
+from ..runtime.gpu import GpuBackend
+from ..step import Step
+from .cells import build_all, read_unfinished
+from .device_state import git_state, versions
+from .peers import Outputs, Peer, load_splitting, reason
+from .timing import SLEEP_CYCLES, summarize, time_interleaved, time_rounds
+from .trial import new_run
+
+COPY_BYTES = 2 * 10**9
+COPY_ROUNDS = 20
+SEED = 0
+
+# Rounds of a cell: as many as its share of the time allows, between bounds. All cells together take
+# some minutes.
+CELL_SECONDS = 0.25
+LEAST_ROUNDS, MOST_ROUNDS = 5, 20
+
+SAVE_SECONDS = 10.0  # what an interrupted run loses, at most: the unfinished record is a long one
+
+# Of a row of o, as a share of its norm. Roundings to bf16 make 0.005, and a tile of keys that is
+# lost among the most keys 0.03.
+MOST_DIFFERENCE = 0.02
+
+
+def measure_decode(step: Step | None = None) -> Path:
+    """Measures all cells and writes their record; returns its path.
+
+    Of the step that is given, or else of the newest one, beside the step before it. A run that is
+    interrupted leaves what it has measured in build/, where the next of the same code on such a GPU
+    goes on with it. Raises UsageError where the step cannot run, or where it is wrong.
+    """
+    backend = GpuBackend()
+    step = step or [each for each in steps_to_run() if each.operation == FORWARD][-1]
+    steps = [each for each in (step, step_before(step)) if each]
+    cases = [Case.of(name, problem) for name, problem in DECODE.items()]
+    build_all(backend, steps, cases)
+    for spec in dict.fromkeys(case.specialization for case in cases):
+        if refusal := backend.refusal(step, spec):
+            raise UsageError(f"{step.name} {refusal}")
+    begun = {
+        "schema": SCHEMA,
+        "git": git_state(),
+        **versions(),
+        "dtype": cases[0].specialization.dtype,
+        "sources": {each.name: {"code_sha256": each.code_sha256} for each in steps},
+    }
+    folder = gpu_folder(begun["device"])
+    unfinished = BUILD_DIR / "bench" / folder / DECODE_FILE
+    record = read_unfinished(unfinished, begun)
+    if record is None:
+        record = {**begun, **measure_copy(backend.device), "skipped": {}, "cells": []}
+    seen = {cell["name"] for cell in record["cells"]} | record["skipped"].keys()
+    left = [case for case in cases if case.name not in seen]
+    if seen:
+        print(f"going on after {len(seen)} of {len(cases)} cells", file=sys.stderr)
+    saved = time.monotonic()
+    for case in tqdm(left, "decode", unit="cell", leave=False, disable=None):
+        try:
+            record["cells"].append(measure_cell(backend, steps, case))
+        except (NotEnoughMemoryError, torch.OutOfMemoryError) as error:
+            record["skipped"][case.name] = reason(error)
+        torch.cuda.empty_cache()
+        if time.monotonic() - saved > SAVE_SECONDS:
+            write_record(unfinished, record)
+            saved = time.monotonic()
+    path = PROFILES_DIR / folder / DECODE_FILE
+    write_record(path, record)
+    unfinished.unlink(missing_ok=True)
+    return path
+
+
+def measure_copy(device: torch.device) -> dict:
+    """The record's copy, of such numbers as K and V hold."""
+    source = torch.randn(COPY_BYTES // 2, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    calls = {"copy": lambda: target.copy_(source)}
+    samples_ms = time_interleaved(calls, rounds=COPY_ROUNDS)["copy"]
+    rate = 2 * source.nbytes / summarize(samples_ms)["time_ms"] * 1e3
+    return {"copy_bytes_per_second": round(rate), "copy_samples_ms": samples_ms}
+
+
+def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict:
+    """An entry of the record's cells. Every output is compared before anything is timed.
+
+    Raises UsageError where the first step agrees with nobody, and an error of not enough memory
+    where it cannot run for that. Whoever else it disagrees with is missing.
+    """
+    inputs = _make_inputs(case, backend.device)
+    calls: dict[str, Callable[[], Outputs]] = {
+        step.name: partial(run, backend, step, *inputs, **case.arguments) for step in steps
+    }
+    o, lse = calls[steps[0].name]()
+    moved_bytes = sum(tensor.nbytes for tensor in (*inputs, o, lse))
+    peers = load_splitting(*inputs)
+    calls |= {name: peer.call for name, peer in peers.items() if isinstance(peer, Peer)}
+    missing = {name: peer for name, peer in peers.items() if isinstance(peer, str)}
+    differences = _compare(calls, o, missing)
+    del o, lse
+    if len(differences) < 2:
+        told = "; ".join(f"{name}: {why}" for name, why in missing.items())
+        raise UsageError(f"{steps[0].name} agrees with nobody on {case.name}: {told}")
+    calls = {name: calls[name] for name in differences}
+
+    first = time_interleaved(calls, rounds=2, warmup=0, sleep_cycles=SLEEP_CYCLES)
+    seconds = sum(map(min, first.values())) / 1e3
+    rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(CELL_SECONDS / seconds)))
+    timed = time_rounds(calls, rounds=rounds, warmup=1, sleep_cycles=SLEEP_CYCLES)
+    flops = FORWARD.flops(case.problem)
+    return {
+        "name": case.name,
+        "run": new_run(),
+        "environment": timed.environment,
+        **asdict(case.shape),
+        "routes": {name: peer.route for name, peer in peers.items() if isinstance(peer, Peer)},
+        "attentions": {
+            name: {
+                **_outcome(timed.samples_ms[name], flops, moved_bytes),
+                "difference": differences[name],
+            }
+            if name in calls
+            else {"missing": missing[name]}
+            for name in (*(step.name for step in steps), *peers)
+        },
+    }
+
+
+def _make_inputs(case: Case, device: torch.device) -> Inputs:
+    """Normally distributed q, k and v. They are made where they lie, as they may be all there is
+    room for.
+    """
+    rng = torch.Generator(device).manual_seed(SEED)
+    shape = case.shape
+    return tuple(
+        torch.randn(size, generator=rng, dtype=case.dtype, device=device)
+        for size in (shape.q, shape.kv, shape.kv)
+    )
+
+
+def _compare(
+    calls: dict[str, Callable[[], Outputs]], o: torch.Tensor, missing: dict[str, str]
+) -> dict[str, float]:
+    """The differences from o of those that agree with it; adds to missing why the others do not."""
+    differences = {}
+    for name, call in calls.items():
+        try:
+            outputs = call()
+        except UsageError as refusal:
+            missing[name] = str(refusal)
+            continue
+        difference = difference_of(outputs if isinstance(outputs, torch.Tensor) else outputs[0], o)
+        if difference <= MOST_DIFFERENCE:  # false for NaN
+            differences[name] = difference
+        else:
+            missing[name] = f"a row of its o differs by {difference:.2g} of the row's norm"
+    return differences
+
+
+def difference_of(other: torch.Tensor, o: torch.Tensor) -> float:
+    """The largest of any row: the norm of the difference, as a share of the norm of o's row."""
+    expected = o.float()
+    norms = (other.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return norms.max().item()
+
+
+def _outcome(samples_ms: list[float], flops: int, moved_bytes: int) -> dict:
+    summary = summarize(samples_ms)
+    return {
+        **summary,
+        "samples_ms": samples_ms,
+        "tflops": flops / summary["time_ms"] / 1e9,
+        "bytes_per_second": round(moved_bytes / summary["time_ms"] * 1e3),
+    }
