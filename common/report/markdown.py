@@ -61,6 +61,7 @@ REQUIRED_TABLES = {
         "distributions",
         "latency",
         "decoding",
+        "decode h100",
         "pictures",
         "results b",
         "memory b",
