@@ -310,6 +310,7 @@ _DECODED = {
     **dict.fromkeys(("time_ms", "time_p25_ms", "time_p75_ms"), _positive),
     **dict.fromkeys(("tflops", "bytes_per_second"), _positive),
     "samples_ms": _some([_positive]),
+    "difference": _not_negative,
 }
 DECODE_RECORD = {
     "device": str,

@@ -23,7 +23,8 @@ BANK_COUNTS = ("accesses", "ideal", "wavefronts")
 # How many sequences, and from how many keys on, one query of each is held against a copy.
 BANDWIDTH_BATCH, BANDWIDTH_KEYS = 8, 8192
 # Of few queries on many keys: cells with a peer, the speed over the fastest peer's, in how many of
-# them it is slower, the smallest of copy_shares(), the speed over the step before, a copy's TB/s.
+# them it is slower, the smallest of copy_shares(), the speed over the step before and where that is
+# smallest, a copy's TB/s.
 DECODE_FIGURES = (
     "cells",
     "mean",
@@ -32,6 +33,8 @@ DECODE_FIGURES = (
     "slower",
     "smallest_copy_share",
     "gain",
+    "smallest_gain",
+    "smallest_gain_cell",
     "copy_tb_per_s",
 )
 # What the steps are limited by, in the order in which they meet it: shares of a peak by column.
@@ -159,6 +162,7 @@ def decode_figures(record: dict) -> dict[str, float | str | None]:
     _, *before = record["sources"]
     gains = decode_ratios(record, over=before[0]) if before else {}
     smallest = min(ratios, key=ratios.__getitem__, default=None)
+    smallest_gain = min(gains, key=gains.__getitem__, default=None)
     return {
         "cells": len(ratios),
         "mean": statistics.geometric_mean(ratios.values()) if ratios else None,
@@ -167,6 +171,8 @@ def decode_figures(record: dict) -> dict[str, float | str | None]:
         "slower": sum(ratio < 1 for ratio in ratios.values()),
         "smallest_copy_share": min(shares.values(), default=None),
         "gain": statistics.geometric_mean(gains.values()) if gains else None,
+        "smallest_gain": gains[smallest_gain] if gains else None,
+        "smallest_gain_cell": smallest_gain,
         "copy_tb_per_s": record["copy_bytes_per_second"] / 1e12,
     }
 

@@ -303,6 +303,8 @@ def test_figures():
         "slower": 69,
         "smallest_copy_share": pytest.approx(0.7),
         "gain": pytest.approx(3.0),
+        "smallest_gain": pytest.approx(3.0),
+        "smallest_gain_cell": record["cells"][0]["name"],
         "copy_tb_per_s": 4.0,
     }
     for cell in record["cells"]:
