@@ -132,6 +132,8 @@ def test_who_disagrees_with_the_others(timed, error):
     """The step that is compared is wrong, or else whoever disagrees with it."""
     with pytest.raises(UsageError, match=r"v02 agrees with nobody on tiny: .*; v01: a row of its"):
         decode.measure_cell(TorchBackend(v02=error), [V02, V01], TINY)
+    with pytest.raises(UsageError, match="v02 agrees with nobody on tiny: "):
+        decode.measure_cell(TorchBackend(v02=error, v01=error), [V02, V01], TINY)
     cell = decode.measure_cell(TorchBackend(v01=error), [V02, V01], TINY)
     assert cell["attentions"]["v01"]["missing"].startswith("a row of its o differs by ")
     assert timed[-1]["names"] == ["v02", "flash_attention_3"]
