@@ -68,8 +68,8 @@ REQUIRED_TABLES = {
         "peers b",
         "grid b",
         "training_speed",
-        "sharded h100",
-        "sharded_model h100",
+        "sharded",
+        "sharded_model",
     ),
 }
 

@@ -225,8 +225,6 @@ def test_such_a_record_adds_its_tables_and_plot_and_nothing_else(record_set, tmp
     for name, required in REQUIRED_TABLES.items():
         text = "".join(f"<!-- table: {table} --><!-- end -->\n" for table in required)
         (tmp_path / name).write_text(text)
-    with (tmp_path / "worklog.md").open("a") as worklog:
-        worklog.write("<!-- table: sharded --><!-- end -->\n")
     write_record(tmp_path / "profiles/h200/v01.json", fake_record(find_step("v01")))
     assert PAGE in regenerate(tmp_path)
     before = other_tables((tmp_path / "worklog.md").read_text())

@@ -63,8 +63,8 @@ WORKLOG = """# Title
 <!-- table: peers b --><!-- end -->
 <!-- table: grid b --><!-- end -->
 <!-- table: training_speed --><!-- end -->
-<!-- table: sharded h100 --><!-- end -->
-<!-- table: sharded_model h100 --><!-- end -->
+<!-- table: sharded --><!-- end -->
+<!-- table: sharded_model --><!-- end -->
 """
 FIGURES = [f"figures/{name}" for name in figures()]
 CELL_PLOTS = ("grid", "distributions")
