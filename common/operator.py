@@ -31,7 +31,7 @@ from .runtime.backend import (
     specialization,
 )
 from .runtime.launch import check_alignment, sizes_of, strides
-from .step import Step
+from .step import Step, are_few
 
 MOST_ALIGNMENT = 64  # bytes: no step asks for rows aligned to more
 # Inputs that lie as whoever computed them left them, autograd or torch.vmap: where a step cannot
@@ -91,7 +91,8 @@ def _forward(
     # fmt: off
     key = (
         step, backward_step, deterministic, causal,
-        q.shape[3], q.dtype, q.device, k.dtype, k.device, v.dtype, v.device,
+        are_few(q.shape[2], q.shape[1], k.shape[1]), q.shape[3], q.dtype, q.device,
+        k.dtype, k.device, v.dtype, v.device,
     )
     # fmt: on
     chosen = _calls.get(key)
@@ -532,8 +533,10 @@ def highest_step(
     Raises UsageError where none can run.
     """
     refusals: dict[str, str] = {}
+    q, *others = inputs
+    few = bool(others) and are_few(q.shape[2], q.shape[1], others[0].shape[1])
     for step in reversed(_steps_of(operation)):
-        if step.draft or step.only_deterministic > deterministic:
+        if step.draft or step.only_deterministic > deterministic or step.only_few_queries > few:
             continue
         reason = (_disorder(step) if deterministic else None) or _refusal(
             backend, step, inputs, causal, as_they_lie

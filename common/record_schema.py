@@ -328,6 +328,7 @@ DECODE_RECORD = {
                 **dict.fromkeys(SIZES, _count),
                 "head_dim": _count,
                 "routes": {EACH: str},
+                "taken": str,
                 "attentions": {EACH: AnyOf([{"missing": str}, _DECODED])},
             }
         ]
@@ -348,7 +349,7 @@ _LATENCY_CELL = {**_CELL, "device_us": _SAMPLES, "missing": {EACH: str}}
 LATENCY_RECORD = {
     "device": str,
     "dtype": str,
-    "sources": lambda value: find_error(value, {EACH: _CODE}) is None and len(value) == 1,
+    "sources": _some({EACH: _CODE}),
     "host": {EACH: str},
     "cells": _some([_latency_cell]),
     "decoding": _some({EACH: _decoding}),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UsageError
-from .operation import OPERATIONS, Operation, operation_of
+from .operation import FORWARD, OPERATIONS, Operation, operation_of
 from .problem import Specialization
 from .source import code_sha256
 
@@ -27,7 +27,9 @@ _LIMITS = re.compile(
     r"(; more than \d+ KiB of shared memory from head_dim (?P<large_smem>\d+) on)?"
 )
 
+_TAKEN = re.compile(r"only (?P<condition>with deterministic=True|for few queries); \S")
 _REPEATS = re.compile(r"all bits but (?P<outputs>\w+(?:'s, \w+)*)'s; \S")
+_REPEATS_ON_ONE_GPU = re.compile(r"all bits on as many multiprocessors; \S")
 _PARTS = re.compile(
     r"(?P<products>\w+) adds to workspace (?P<sums>\d), any number of times between "
     r"(?P<begin>\w+) and (?P<finish>\w+)"
@@ -96,7 +98,9 @@ class Step:
     limits: Limits
     draft: str | None  # why attention() does not take the step yet
     only_deterministic: bool  # attention() takes the step only where all bits must repeat
+    only_few_queries: bool  # attention() takes the step only where queries are_few()
     unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
+    by_multiprocessors: bool  # the last bits differ from one number of multiprocessors to another
     parts: Parts | None  # where its kernels can be launched for one part of the keys after another
     code_sha256: str  # of its code and its headers', without comments
 
@@ -106,8 +110,12 @@ class Step:
         return operation_of(self.name)
 
     def is_candidate(self, deterministic: bool = False) -> bool:
-        """Whether attention() takes the step, unless a higher one runs, without being told to."""
-        return not self.draft and not (self.unordered if deterministic else self.only_deterministic)
+        """Whether attention() takes the step, unless a higher one runs, without being told to, and
+        however many queries there are.
+        """
+        if self.draft or self.only_few_queries:
+            return False
+        return not (self.unordered if deterministic else self.only_deterministic)
 
     def require(self, spec: Specialization) -> None:
         """Raises UsageError where the step cannot run spec."""
@@ -115,22 +123,33 @@ class Step:
             raise UsageError(f"{self.name} {reason}")
 
 
+def are_few(seq_q: int, heads: int, kv_heads: int) -> bool:
+    """Whether queries are few: at most 64, or of several heads that share keys 128 together."""
+    most = 64 if heads == kv_heads else 128
+    return seq_q * heads <= most * kv_heads
+
+
 def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
     """The step of the same ladder that this one changes: the highest below it, of these.
 
-    Those that attention() takes only for deterministic=True are passed over: nothing builds on
-    them.
+    Those that attention() takes only for deterministic=True, or only for few queries, are passed
+    over: nothing builds on them.
     """
     ladder = [each for each in steps if each.operation == step.operation]
-    below = [each for each in ladder if each.name < step.name and not each.only_deterministic]
+    below = [
+        each
+        for each in ladder
+        if each.name < step.name and not (each.only_deterministic or each.only_few_queries)
+    ]
     return max(below, key=lambda each: each.name, default=None)
 
 
 def read_step(path: Path) -> Step:
     """Parses the header comment of a step's file: title line, change:, why:, limits:; draft:
     where attention() is not to take it yet; taken: where it is to take it only if asked for the
-    same bits each time; repeats: where a repeated call may give other bits; and parts: where its
-    kernels can be launched for one part of the keys after another.
+    same bits each time, or only for few queries; repeats: where a repeated call may give other
+    bits, or another GPU; and parts: where its kernels can be launched for one part of the keys
+    after another.
 
     Raises UsageError where the file cannot be read or says something else.
     """
@@ -164,6 +183,7 @@ def read_step(path: Path) -> Step:
             raise UsageError(f"{path}: no '// {name}:' line in the header comment")
     if fields.get("draft") == "":
         raise UsageError(f"{path}: 'draft:' must say why, as in 'draft: no GPU has run it'")
+    taken = _parse_taken(path, title[1], fields.get("taken"))
     return Step(
         name=title[1],
         path=path,
@@ -172,25 +192,34 @@ def read_step(path: Path) -> Step:
         why=fields["why"],
         limits=_parse_limits(path, fields["limits"]),
         draft=fields.get("draft"),
-        only_deterministic=_parse_taken(path, fields.get("taken")),
+        only_deterministic=taken == "with deterministic=True",
+        only_few_queries=taken == "for few queries",
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
+        by_multiprocessors=_REPEATS_ON_ONE_GPU.match(fields.get("repeats", "")) is not None,
         parts=_parse_parts(path, title[1], fields.get("parts")),
         code_sha256=sha256,
     )
 
 
-def _parse_taken(path: Path, text: str | None) -> bool:
-    """Parses a `taken:` line, which says "only with deterministic=True; why"."""
-    if text is not None and not re.match(r"only with deterministic=True; \S", text):
-        raise UsageError(
-            f"{path}: 'taken:' must read like \"only with deterministic=True; why\", not '{text}'"
-        )
-    return text is not None
+def _parse_taken(path: Path, name: str, text: str | None) -> str | None:
+    """The condition of a `taken:` line, which reads "only condition; why"."""
+    if text is None:
+        return None
+    found = _TAKEN.match(text)
+    if found and (found["condition"] != "for few queries" or operation_of(name) == FORWARD):
+        return found["condition"]
+    raise UsageError(
+        f"{path}: 'taken:' must read like \"only with deterministic=True; why\" or, of a forward "
+        f"step, \"only for few queries; why\", not '{text}'"
+    )
 
 
 def _parse_repeats(path: Path, name: str, text: str | None) -> tuple[str, ...]:
-    """Parses a `repeats:` line, e.g. "all bits but dq's; blocks add to it in any order"."""
-    if text is None:
+    """Parses a `repeats:` line, e.g. "all bits but dq's; blocks add to it in any order".
+
+    One that begins "all bits on as many multiprocessors; " names no outputs.
+    """
+    if text is None or _REPEATS_ON_ONE_GPU.match(text):
         return ()
     outputs = [output.name for output in operation_of(name).outputs]
     found = _REPEATS.match(text)
@@ -198,7 +227,8 @@ def _parse_repeats(path: Path, name: str, text: str | None) -> tuple[str, ...]:
     if not found or not set(named) <= set(outputs):
         raise UsageError(
             f"{path}: 'repeats:' must read like \"all bits but {outputs[0]}'s; why\" and name some "
-            f"of {', '.join(outputs)}, not '{text}'"
+            f'of {", ".join(outputs)}, or like "all bits on as many multiprocessors; why", '
+            f"not '{text}'"
         )
     return named
 

@@ -74,11 +74,13 @@ class Runs:
 
     A persistent step, which launches as many blocks as fit the multiprocessors, runs with one of
     other_grids, too, which the case's name decides: what it computes must not depend on the number
-    of its blocks.
+    of its blocks. The last bits may, where the step's file says so: such a step runs with
+    same_grid, if there is one, in place of the second of always, whose grid is another.
     """
 
     always: tuple[Backend, ...]
     other_grids: tuple[Backend, ...] = ()
+    same_grid: Backend | None = None
 
     @property
     def backend(self) -> Backend:
@@ -91,7 +93,10 @@ class Runs:
         kernels = self.backend.descriptor(step, case.specialization).kernels
         if not any(kernel.blocks_per_sm for kernel in kernels):
             return self.always
-        return *self.always, self.other_grids[crc32(case.name.encode()) % len(self.other_grids)]
+        other = self.other_grids[crc32(case.name.encode()) % len(self.other_grids)]
+        if step.by_multiprocessors and self.same_grid:
+            return self.always[0], self.same_grid, other
+        return *self.always, other
 
 
 @dataclass(frozen=True)
@@ -151,8 +156,9 @@ def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -
     """Runs the step on the case once with each backend of runs, on poisoned outputs.
 
     The first run is compared with the oracle, the others must agree with it: bit by bit but for the
-    outputs that the step's file names. All runs are on one device. What does not fit into its
-    memory is skipped.
+    outputs that the step's file names. Where it says that bits depend on the number of
+    multiprocessors, a run with another number is compared with the oracle, too. All runs are on one
+    device. What does not fit into its memory is skipped.
     """
     try:
         device = runs[0].device
@@ -171,7 +177,11 @@ def check_case(step: Step, case: Case, runs: Sequence[Backend], seed: int = 0) -
     expected = prepared.expected
     measures, mismatches = compare(case, expected, outputs)
     errors += mismatches
-    for others_outputs, _ in others:
+    for backend, (others_outputs, others_errors) in zip(runs[1:], others, strict=True):
+        errors += [error for error in others_errors if error not in errors]
+        if step.by_multiprocessors and backend.multiprocessors != runs[0].multiprocessors:
+            errors += compare(case, expected, others_outputs)[1]
+            continue
         for operand, first, again in zip(
             step.operation.outputs, outputs, others_outputs, strict=True
         ):
@@ -227,7 +237,9 @@ def make_runs(
             for i in range(2 + len(OTHER_MULTIPROCESSORS))
         )
         second.calls = 2
-        choices.append(Runs((first, second), _with_other_multiprocessors(others)))
+        same_grid = CpuBackend(seed + 2, sanitize, time_limit_s)
+        same_grid.calls = 2
+        choices.append(Runs((first, second), _with_other_multiprocessors(others), same_grid))
     return choices
 
 

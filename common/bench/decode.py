@@ -8,6 +8,7 @@ copy_samples_ms     of that copy
 skipped     the cells whose tensors do not fit into the device's memory, by name: what that said
 cells       in the order of common.problem.DECODE, each an interleaved run of its own
 routes      of a cell: which code a peer runs
+taken       of a cell: which of the two steps attention() takes
 attentions  of a cell, by name: the two steps and the peers, or why one is missing
 bytes_per_second    of an attention: q, k, v, o and lse, each moved once
 difference  of an attention: of its o from the step's, by difference_of()
@@ -36,7 +37,7 @@ from ..problem import DECODE
 from ..records import DECODE_FILE, PROFILES_DIR, SCHEMA, gpu_folder, write_record
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
-from ..step import Step
+from ..step import Step, are_few
 from .cells import build_all, read_unfinished
 from .device_state import git_state, versions
 from .peers import Outputs, Peer, load_splitting, reason
@@ -151,6 +152,7 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
         "environment": timed.environment,
         **asdict(case.shape),
         "routes": {name: peer.route for name, peer in peers.items() if isinstance(peer, Peer)},
+        "taken": _taken(steps, case),
         "attentions": {
             name: {
                 **_outcome(timed.samples_ms[name], flops, moved_bytes),
@@ -161,6 +163,13 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
             for name in (*(step.name for step in steps), *peers)
         },
     }
+
+
+def _taken(steps: Sequence[Step], case: Case) -> str:
+    """The first of the steps but one that is taken for few queries only, where these are more."""
+    shape = case.shape
+    few = are_few(shape.seq_q, shape.heads, shape.kv_heads)
+    return next((step.name for step in steps if few >= step.only_few_queries), steps[0].name)
 
 
 def _make_inputs(case: Case, device: torch.device) -> Inputs:

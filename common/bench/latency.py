@@ -2,7 +2,7 @@
 
 The record's keys are those of headline.py, but for these:
 
-sources    the hashes of the step that attention() chooses
+sources    the hashes of the step that attention() chooses for the cells, and for decoding
 host       SHA-256 of the files that a call of attention() runs on the host, by path
 cells      in the order of common.problem.LATENCY
 device_us  of a cell: what the device took for each round's launch of the step alone, and for each
@@ -65,8 +65,9 @@ def measure_latency() -> Path:
     Raises UsageError where no step runs, or where attention() or a peer is wrong.
     """
     backend = GpuBackend()
-    case = CELLS[0]
+    case, decoded = CELLS[0], DECODED.make(backend.device)
     step = highest_step(backend, case.operation, case.make(backend.device), case.causal)
+    decoding_step = highest_step(backend, DECODED.operation, decoded, DECODED.causal)
     progress = tqdm(CELLS, "latency", unit="cell", leave=False, disable=None)
     host = Host()
     host.find_fastest()
@@ -75,10 +76,10 @@ def measure_latency() -> Path:
         "git": git_state(),
         **versions(),
         "dtype": CELLS[0].specialization.dtype,
-        "sources": {step.name: {"code_sha256": step.code_sha256}},
+        "sources": {each.name: {"code_sha256": each.code_sha256} for each in (step, decoding_step)},
         "host": host_hashes(),
         "cells": [measure_cell(backend, step, case, host) for case in progress],
-        "decoding": measure_decoding(step, *DECODED.make(backend.device), host),
+        "decoding": measure_decoding(decoding_step, *decoded, host),
         "fastest_loop_rate": host.fastest_loop_rate,
     }
     path = PROFILES_DIR / gpu_folder(record["device"]) / LATENCY_FILE

@@ -44,7 +44,12 @@ def _ratios(keys: str) -> Cell:
 def _conditions(record: dict) -> str:
     step, *before = record["sources"]
     cells = record["cells"]
-    gains = "".join(f"; over {name}: {summary(decode_ratios(record, name))}" for name in before)
+    gains = "".join(
+        f"; {step} over {name}: {summary(decode_ratios(record, name))}" for name in before
+    )
+    taken = " or ".join(dict.fromkeys(cell["taken"] for cell in cells))
+    if len({cell["taken"] for cell in cells}) > 1:
+        taken = f"{taken}, as attention() takes one or the other,"
     keys = sorted({cell["seq_k"] for cell in cells})
     samples = [
         each["samples_ms"]
@@ -57,7 +62,7 @@ def _conditions(record: dict) -> str:
     routes = {name: route for cell in cells for name, route in cell["routes"].items()}
     told = "; ".join(f"{name}: {route}" for name, route in routes.items()) or "all missing"
     return (
-        f"{step} over the fastest peer: {summary(decode_ratios(record))}{gains}. Geometric means "
+        f"{taken} over the fastest peer: {summary(decode_ratios(record))}{gains}. Geometric means "
         f"and smallest ratios of batches {_listed(cells, 'batch')} and of heads "
         f"{listed(dict.fromkeys(map(heads, cells)))}; in bold: no slower. Slower: of the cells "
         f"with {keys[0]} to {keys[-1]} keys, in how many a peer is faster. Of a copy's speed: the "

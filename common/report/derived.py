@@ -16,6 +16,7 @@ from ..metrics import (
 )
 from ..operation import operation_of
 from ..record_schema import FA3, NUMBER, OURS, RING, SHARDED_ATTENTIONS
+from ..step import are_few
 
 # Beside the ring: our other way, one GPU with the whole problem, and torch's ways.
 _, ULYSSES, ONE_GPU, *CONTEXT_PARALLEL = SHARDED_ATTENTIONS
@@ -23,14 +24,17 @@ BANK_COUNTS = ("accesses", "ideal", "wavefronts")
 # How many sequences, and from how many keys on, one query of each is held against a copy.
 BANDWIDTH_BATCH, BANDWIDTH_KEYS = 8, 8192
 # Of few queries on many keys: cells with a peer, the speed over the fastest peer's, in how many of
-# them it is slower, the smallest of copy_shares(), the speed over the step before and where that is
-# smallest, a copy's TB/s.
+# them it is slower; how many cells are of few queries, and the same of those; the smallest of
+# copy_shares(), the speed over the step before and where that is smallest, a copy's TB/s.
 DECODE_FIGURES = (
     "cells",
     "mean",
     "smallest",
     "smallest_cell",
     "slower",
+    "few_cells",
+    "few_mean",
+    "few_slower",
     "smallest_copy_share",
     "gain",
     "smallest_gain",
@@ -123,12 +127,12 @@ def peer_ratios(record: dict, *steps: str, peer: str | None = None) -> dict[str,
 
 
 def decode_ratios(record: dict, over: str | None = None) -> dict[str, float]:
-    """Of few queries on many keys, by cell: the speed of the step that is compared over the fastest
-    peer's, or over that of the one that is named, where one was measured.
+    """Of few queries on many keys, by cell: the speed of the step that attention() takes over the
+    fastest peer's, or over that of the one that is named, where one was measured.
     """
-    step = next(iter(record["sources"]))
     ratios = {}
     for cell in record["cells"]:
+        step = cell["taken"]
         times_ms = {
             name: each["time_ms"] for name, each in cell["attentions"].items() if "time_ms" in each
         }
@@ -137,22 +141,21 @@ def decode_ratios(record: dict, over: str | None = None) -> dict[str, float]:
             for name, ms in times_ms.items()
             if (name not in record["sources"] if over is None else name == over)
         ]
-        if step in times_ms and others_ms:
+        if step in times_ms and others_ms and step != over:
             ratios[cell["name"]] = min(others_ms) / times_ms[step]
     return ratios
 
 
 def copy_shares(record: dict) -> dict[str, float]:
     """By cell with one query on BANDWIDTH_KEYS or more of BANDWIDTH_BATCH sequences: the bytes that
-    the step that is compared must move, in a second, as a share of those that a copy moves.
+    the step that attention() takes must move, in a second, as a share of those that a copy moves.
     """
-    step = next(iter(record["sources"]))
     return {
         cell["name"]: each["bytes_per_second"] / record["copy_bytes_per_second"]
         for cell in record["cells"]
         if (cell["batch"], cell["seq_q"]) == (BANDWIDTH_BATCH, 1)
         and cell["seq_k"] >= BANDWIDTH_KEYS
-        and "bytes_per_second" in (each := cell["attentions"].get(step, {}))
+        and "bytes_per_second" in (each := cell["attentions"].get(cell["taken"], {}))
     }
 
 
@@ -161,6 +164,11 @@ def decode_figures(record: dict) -> dict[str, float | str | None]:
     ratios, shares = decode_ratios(record), copy_shares(record)
     _, *before = record["sources"]
     gains = decode_ratios(record, over=before[0]) if before else {}
+    few = [
+        ratios[cell["name"]]
+        for cell in record["cells"]
+        if cell["name"] in ratios and are_few(cell["seq_q"], cell["heads"], cell["kv_heads"])
+    ]
     smallest = min(ratios, key=ratios.__getitem__, default=None)
     smallest_gain = min(gains, key=gains.__getitem__, default=None)
     return {
@@ -169,6 +177,9 @@ def decode_figures(record: dict) -> dict[str, float | str | None]:
         "smallest": ratios[smallest] if ratios else None,
         "smallest_cell": smallest,
         "slower": sum(ratio < 1 for ratio in ratios.values()),
+        "few_cells": len(few),
+        "few_mean": statistics.geometric_mean(few) if few else None,
+        "few_slower": sum(ratio < 1 for ratio in few),
         "smallest_copy_share": min(shares.values(), default=None),
         "gain": statistics.geometric_mean(gains.values()) if gains else None,
         "smallest_gain": gains[smallest_gain] if gains else None,

@@ -19,6 +19,7 @@
     train.ours.loss, train.sdpa.ms_per_step              of the training on attention(), on torch's
     training_speed.llama.ours.time_ms                    of a workload on attention() or a peer
     decode.mean, decode.smallest_cell    of derived.DECODE_FIGURES, of few queries on many keys
+    decode.d128_b8_h32_kv8_q1_8192.v13.time_ms    of a cell of these
     sharded_x2.h16_causal_131072.forward.ring.time_ms    of attention over two GPUs; likewise
                                                          ...ring.communication.hidden and, of
                                                          derived.ring_ratios, ...ring.of_ideal
@@ -39,7 +40,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS
-from ..problem import DISTRIBUTIONS, SHARDED
+from ..problem import DECODE, DISTRIBUTIONS, SHARDED
 from ..record_schema import RING, SHARES, WORKLOADS
 from .derived import DECODE_FIGURES, decode_figures, derived, ring_ratios, static_derived
 from .record_set import GPU_FOLDER, NOT_MEASURED, STALE, RecordSet, Whole, in_folder
@@ -241,12 +242,17 @@ def _speed_number(speed: Whole | None, keys: list[str], text: str) -> _Value:
 
 
 def _decode_number(decode: Whole | None, keys: list[str], text: str) -> _Value:
-    if len(keys) != 1:
-        raise UsageError(f"'{text}' does not read like 'decode.mean'")
-    _require(keys[0], list(DECODE_FIGURES), text)
-    if decode and decode.stale:
-        raise _Unavailable(STALE)
-    return _walk(decode and decode_figures(decode.record), lambda _: {}, keys, text)
+    if len(keys) not in (1, 3):
+        example = "decode.d128_b8_h32_kv8_q1_8192.v13.time_ms"
+        raise UsageError(f"'{text}' does not read like 'decode.mean' or '{example}'")
+    _require(keys[0], list(DECODE_FIGURES if len(keys) == 1 else DECODE), text)
+    if decode is None or decode.stale:
+        raise _Unavailable(STALE if decode else NOT_MEASURED)
+    if len(keys) == 1:
+        return _walk(decode_figures(decode.record), lambda _: {}, keys, text)
+    name, *rest = keys
+    cell = next((cell for cell in decode.record["cells"] if cell["name"] == name), None)
+    return _walk(cell and cell["attentions"] | {"run": cell["run"]}, lambda _: {}, rest, text)
 
 
 def _sharded_number(sharded: Whole | None, keys: list[str], text: str) -> _Value:

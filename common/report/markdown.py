@@ -61,7 +61,7 @@ REQUIRED_TABLES = {
         "distributions",
         "latency",
         "decoding",
-        "decode h100",
+        "decode",
         "pictures",
         "results b",
         "memory b",

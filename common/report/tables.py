@@ -282,7 +282,7 @@ def latency(record_set: RecordSet) -> str:
     record = record_set.latency.record
     cells = record["cells"]
     first = cells[0]
-    (step,) = record["sources"]
+    step = next(iter(record["sources"]))
 
     def both(name: str) -> Cell:
         device = shown_of("device_us", name, "{:.1f}".format)
@@ -349,7 +349,7 @@ def decoding(record_set: RecordSet) -> str:
         return STALE if record_set.latency else NOT_MEASURED
     assert record_set.latency is not None
     record = record_set.latency.record
-    (step,) = record["sources"]
+    step = next(who for who in record["decoding"] if who != SDPA)
     (first, last), (_, sdpas_last) = (record["decoding"][who]["keys"] for who in (step, SDPA))
     columns = {
         "Each call has": lambda row: _CACHES[row["cache"]],

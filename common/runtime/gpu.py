@@ -33,7 +33,7 @@ from .launch import (
 )
 from .launcher import Launcher, LoadedKernel
 from .pack import Packer
-from .tensor_map import driver_encoder
+from .tensor_map import L2_FETCH_BYTES, driver_encoder
 
 POISON = 0xFF  # a byte of a NaN in every dtype
 NOTHING = torch.empty(0, dtype=torch.uint8)  # a workspace that a step is not given, at address 0
@@ -194,7 +194,8 @@ class GpuBackend:
                 early = starts_early and index > 0
                 kernels.append(LoadedKernel(function, kernel.threads, kernel.smem_bytes, early))
                 clusters.append(cluster)
-            packer = Packer(step, descriptor, plan, clusters, spec, driver_encoder(spec))
+            encoder = driver_encoder(spec, self._l2_fetch_bytes(step, module))
+            packer = Packer(step, descriptor, plan, clusters, spec, encoder)
             launcher = Launcher(step.name, packer, self._context.handle, kernels)
             return _Module(step, descriptor, plan, launcher, resources)
 
@@ -211,13 +212,25 @@ class GpuBackend:
 
     def _kernels_start_early(self, step: Step, module) -> bool:
         """Whether the step defines it as 1."""
-        defined = ctypes.c_int32()
-        size = self._read(module, "kernels_start_early", defined)
+        return bool(self._defined(step, module, "kernels_start_early", 0, (0, 1)))
+
+    def _l2_fetch_bytes(self, step: Step, module) -> int:
+        """As the step defines it, or the most."""
+        return self._defined(step, module, "l2_fetch_bytes", L2_FETCH_BYTES[-1], L2_FETCH_BYTES)
+
+    def _defined(
+        self, step: Step, module, name: str, default: int, allowed: tuple[int, ...]
+    ) -> int:
+        """An int32_t of the module, or the default where the step does not define it."""
+        defined = ctypes.c_int32(default)
+        size = self._read(module, name, defined)
         if size not in (0, ctypes.sizeof(defined)):
-            raise UsageError(f"{step.name}: kernels_start_early has {size} bytes: make it int32_t")
-        if defined.value not in (0, 1):
-            raise UsageError(f"{step.name}: kernels_start_early is {defined.value}: make it 0 or 1")
-        return bool(defined.value)
+            raise UsageError(f"{step.name}: {name} has {size} bytes: make it int32_t")
+        if defined.value not in allowed:
+            *others, last = allowed
+            choice = f"{', '.join(map(str, others))} or {last}"
+            raise UsageError(f"{step.name}: {name} is {defined.value}: make it {choice}")
+        return defined.value
 
     def _function(self, step: Step, module, kernel: Kernel) -> tuple[int, int]:
         """The kernel's CUfunction, ready for its shared memory, and the blocks of a cluster."""

@@ -15,6 +15,7 @@ from .launch import Box, LaunchDescriptor
 
 ALIGNMENT = 16  # bytes that divide a tensor's address, its strides and a box's rows
 MAX_BOX = 256  # elements along an axis
+L2_FETCH_BYTES = (64, 128, 256)
 MAX_STRIDE = 1 << 40  # bytes, itself excluded
 SWIZZLE_BYTES = (None, 32, 64, 128)  # the longest row of a box, by enum Swizzle
 
@@ -31,13 +32,15 @@ class MapEncoder:
     status_name: Callable[[int], str]
 
 
-def driver_encoder(spec: Specialization) -> MapEncoder:
-    """Encodes the hardware's bits. Needs a CUDA context."""
+def driver_encoder(spec: Specialization, l2_fetch_bytes: int = L2_FETCH_BYTES[-1]) -> MapEncoder:
+    """Encodes the hardware's bits: l2_fetch_bytes, one of L2_FETCH_BYTES, is what L2 fetches from
+    memory at once. Needs a CUDA context.
+    """
     driver = bindings()
     return MapEncoder(
         address("cuTensorMapEncodeTiled"),
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_DATA_TYPES[spec.dtype]}"),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{l2_fetch_bytes}B"),
         status_name,
     )
 

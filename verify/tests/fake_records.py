@@ -188,6 +188,7 @@ def fake_decode(step: Step, before: Step | None = None) -> dict:
             "environment": {"before": state, "after": state},
             **asdict(shape),
             "routes": {"flash_attention_3": "fake"},
+            "taken": step.name,
             "attentions": {**attentions, "flash_attention_3": outcome(shape, 2.0)},
         }
 

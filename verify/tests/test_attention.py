@@ -17,6 +17,7 @@ from verify.layouts import contiguous, transposed
 from verify.reference import attention_reference
 
 SCALE = 64**-0.5
+# What attention() takes for the inputs below, whose queries are few.
 NEWEST = [step for step in all_steps() if step.operation == FORWARD][-1].name
 
 
@@ -50,6 +51,31 @@ def test_a_step_of_another_ladder_is_not_taken(monkeypatch) -> None:
     monkeypatch.setattr("common.operator.all_steps", lambda: (first, replace(first, name="x01")))
     inputs = tuple(_inputs().values())
     assert highest_step(CpuBackend(), FORWARD, inputs, causal=False) is first
+
+
+def test_a_step_for_few_queries_is_taken_only_for_them(monkeypatch) -> None:
+    first = find_step("v01")
+    few = replace(first, name="v98", only_few_queries=True)
+    monkeypatch.setattr("common.operator.all_steps", lambda: (first, few))
+    own, shared = (torch.zeros(1, heads, 3, 8) for heads in (4, 2))
+    for k, seq_q, step in (
+        (own, 64, few),
+        (own, 65, first),
+        (shared, 64, few),
+        (shared, 65, first),
+    ):
+        inputs = (torch.zeros(1, 4, seq_q, 8), k, k)
+        for options in ({}, {"deterministic": True}):
+            found = highest_step(
+                CpuBackend(), FORWARD, inputs, causal=False, as_they_lie=False, **options
+            )
+            assert found is step
+    # How many keys' heads there are is not known.
+    alone = [torch.zeros(1, 1, 1, 8)]
+    assert highest_step(CpuBackend(), FORWARD, alone, False, as_they_lie=False) is first
+    monkeypatch.setattr("common.operator.all_steps", lambda: (first, replace(few, draft="not yet")))
+    inputs = (torch.zeros(1, 4, 1, 8), own, own)
+    assert highest_step(CpuBackend(), FORWARD, inputs, False, as_they_lie=False) is first
 
 
 def test_output_lies_like_q_and_lse_comes_on_request() -> None:

@@ -16,7 +16,7 @@ from common.errors import UsageError
 from common.paths import ROOT
 from common.report.markdown import regenerate
 from common.runtime.backend import DTYPE_NAMES
-from common.step import ARCHITECTURES, DTYPES, Parts, read_step
+from common.step import ARCHITECTURES, DTYPES, Parts, are_few, read_step
 from verify.check import main as check
 
 NAMES = [step.name for step in all_steps()]
@@ -50,7 +50,9 @@ MALFORMED = {
     "no reason": (lambda path: replace(path, "// why:", "// draft:\n// why:"), "must say why, as"),
     "not taken": (
         lambda path: replace(path, "// why:", "// taken: seldom\n// why:"),
-        "must read like \"only with deterministic=True; why\", not 'seldom'",
+        'must read like "only with deterministic=True; why" or, of a forward step, "only for few '
+        'queries; why", not '
+        "'seldom'",
     ),
     "no parts": (
         lambda path: replace(path, "// why:", "// parts: some\n// why:"),
@@ -249,6 +251,95 @@ def test_wrong_limits_are_one_clear_line(tmp_path, old, new, told):
     assert old in LIMITS
     with pytest.raises(UsageError, match=f"v99_x.cu: 'limits:' .*{told}"):
         read_step(write(tmp_path, LIMITS.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("taken", "only_deterministic", "only_few_queries"),
+    [
+        ("", False, False),
+        ("\n// taken: only with deterministic=True; slower", True, False),
+        ("\n// taken: only for few queries; for more,\n//     slower", False, True),
+    ],
+)
+def test_where_a_step_is_taken(tmp_path, taken, only_deterministic, only_few_queries):
+    step = read_step(write(tmp_path, LIMITS + taken))
+    assert step.only_deterministic == only_deterministic
+    assert step.only_few_queries == only_few_queries
+    assert step.is_candidate() == (not taken)
+    assert step.is_candidate(deterministic=True) == (not only_few_queries)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "only for few queries",
+        "only for few queries;",
+        "for few queries; slower",
+        "only for many queries; slower",
+        "only with deterministic=True, only for few queries; slower",
+    ],
+)
+def test_a_wrong_taken_is_one_clear_line(tmp_path, wrong):
+    told = f"v99_x.cu: 'taken:' must .* \"only for few queries; why\", not '{wrong}'$"
+    with pytest.raises(UsageError, match=told):
+        read_step(write(tmp_path, f"{LIMITS}\n// taken: {wrong}"))
+
+
+def test_no_backward_step_is_for_few_queries(tmp_path):
+    """Its lookup does not depend on their number."""
+    path = write(tmp_path, LIMITS + "\n// taken: only for few queries; slower")
+    path.write_text(path.read_text().replace("v99", "b99"))
+    with pytest.raises(UsageError, match="of a forward step"):
+        read_step(path)
+
+
+@pytest.mark.parametrize(
+    ("seq_q", "heads", "kv_heads", "few"),
+    [
+        (64, 1, 1, True),
+        (65, 1, 1, False),
+        (64, 16, 16, True),
+        (65, 16, 16, False),
+        (16, 64, 8, True),
+        (17, 64, 8, False),
+        (32, 32, 8, True),
+        (33, 32, 8, False),
+        (1, 128, 1, True),
+        (1, 129, 1, False),
+    ],
+)
+def test_queries_are_few(seq_q, heads, kv_heads, few):
+    assert are_few(seq_q, heads, kv_heads) is few
+
+
+@pytest.mark.parametrize(
+    ("repeats", "unordered", "by_multiprocessors"),
+    [
+        ("", (), False),
+        ("\n// repeats: all bits but o's, lse's; in any order", ("o", "lse"), False),
+        ("\n// repeats: all bits on as many multiprocessors;\n//     cut there", (), True),
+    ],
+)
+def test_what_repeats(tmp_path, repeats, unordered, by_multiprocessors):
+    step = read_step(write(tmp_path, LIMITS + repeats))
+    assert (step.unordered, step.by_multiprocessors) == (unordered, by_multiprocessors)
+    assert step.is_candidate(deterministic=True) == (not unordered)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "all bits",
+        "all bits but dq's; in any order",  # which forward does not have
+        "all bits on as many multiprocessors",
+        "all bits on as many multiprocessors;",
+        "all bits on as many blocks; cut there",
+    ],
+)
+def test_a_wrong_repeats_is_one_clear_line(tmp_path, wrong):
+    told = f"v99_x.cu: 'repeats:' must .* o, lse, or like .*, not '{wrong}'$"
+    with pytest.raises(UsageError, match=told):
+        read_step(write(tmp_path, f"{LIMITS}\n// repeats: {wrong}"))
 
 
 PARTS = (

@@ -190,22 +190,23 @@ def test_keys_without_queries(seq_q, seq_k, causal):
 
 
 class OtherGrid(TorchBackend):
-    """Its results depend on the number of multiprocessors."""
+    """Its results depend on the number of multiprocessors, unless told how they are spoilt."""
 
-    def __init__(self, multiprocessors):
-        super().__init__(lambda o, lse: lse.add_(1e-6 if multiprocessors == 5 else 0))
+    def __init__(self, multiprocessors, spoil=None):
+        super().__init__(spoil or (lambda o, lse: lse.add_(1e-6 * (multiprocessors == 5))))
+        self.multiprocessors = multiprocessors
+
+
+def descriptor_of(blocks_per_sm):
+    descriptor = LaunchDescriptor()
+    descriptor.kernels[0].blocks_per_sm = blocks_per_sm
+    return lambda step, spec: descriptor
 
 
 def test_what_a_persistent_step_computes_depends_on_no_number_of_blocks():
     # The cases' names decide on one block and on five.
     one, five = find_cases(["ragged", "many_blocks"])
     runs = check.Runs((OtherGrid(2), OtherGrid(3)), (OtherGrid(1), OtherGrid(5)))
-
-    def descriptor_of(blocks_per_sm):
-        descriptor = LaunchDescriptor()
-        descriptor.kernels[0].blocks_per_sm = blocks_per_sm
-        return lambda step, spec: descriptor
-
     runs.backend.descriptor = descriptor_of(0)
     assert check_case(STEP, five, runs.of(STEP, five)).passed
     runs.backend.descriptor = descriptor_of(1)
@@ -217,12 +218,55 @@ def test_what_a_persistent_step_computes_depends_on_no_number_of_blocks():
     assert "elements differ between runs" in str(result)
 
 
+BY_MULTIPROCESSORS = replace(STEP, by_multiprocessors=True)
+
+
+def test_a_step_whose_bits_depend_on_the_grid_runs_twice_on_the_same():
+    (case,) = find_cases(["many_blocks"])  # whose name decides on five
+    always, others = (OtherGrid(2), OtherGrid(3)), (OtherGrid(1), OtherGrid(5))
+    runs = check.Runs(always, others, same_grid=OtherGrid(2))
+    runs.backend.descriptor = descriptor_of(1)
+    assert runs.of(BY_MULTIPROCESSORS, case) == (always[0], runs.same_grid, others[1])
+    assert runs.of(STEP, case) == (*always, others[1])
+    on_a_gpu = replace(runs, same_grid=None)
+    assert on_a_gpu.of(BY_MULTIPROCESSORS, case) == (*always, others[1])
+    assert check_case(BY_MULTIPROCESSORS, case, runs.of(BY_MULTIPROCESSORS, case)).passed
+    runs.backend.descriptor = descriptor_of(0)
+    assert runs.of(BY_MULTIPROCESSORS, case) == always
+
+
+def right(o, lse):
+    pass
+
+
+def next_numbers(o, lse):
+    lse.view(torch.int32).add_(1)
+
+
+@pytest.mark.parametrize(
+    ("step", "same", "other", "complaint"),
+    [
+        (BY_MULTIPROCESSORS, right, next_numbers, None),
+        (BY_MULTIPROCESSORS, next_numbers, right, "lse: 394 of 394 elements differ between runs"),
+        (BY_MULTIPROCESSORS, right, lambda o, lse: lse.add_(1e-4), "lse: 394 of 394 elements outs"),
+        (BY_MULTIPROCESSORS, right, lambda o, lse: o.fill_(torch.nan), "o: 25216 of 25216"),
+        (STEP, right, next_numbers, "lse: 394 of 394 elements differ between runs"),
+    ],
+)
+def test_last_bits_may_depend_on_the_grid(step, same, other, complaint):
+    (case,) = find_cases(["ragged"])
+    result = check_case(step, case, [OtherGrid(2, right), OtherGrid(2, same), OtherGrid(5, other)])
+    assert all(measure.passed for measure in result.measures)  # those of the first run
+    assert (result.passed, result.num_runs) == (complaint is None, 3)
+    assert (complaint or "pass") in str(result)
+
+
 def test_runs_on_the_cpu_differ_in_seed_grid_and_call():
     (runs,) = check.make_runs("cpu", seed=4, sanitize=False)
-    backends = runs.always + runs.other_grids
-    assert [backend.seed for backend in backends] == [4, 5, 6, 7]
-    assert [backend.multiprocessors for backend in backends] == [2, 3, 1, 5]
-    assert [backend.calls for backend in backends] == [1, 2, 1, 1]
+    backends = *runs.always, *runs.other_grids, runs.same_grid
+    assert [backend.seed for backend in backends] == [4, 5, 6, 7, 6]
+    assert [backend.multiprocessors for backend in backends] == [2, 3, 1, 5, 2]
+    assert [backend.calls for backend in backends] == [1, 2, 1, 1, 2]
 
 
 def test_a_refusal_that_a_case_allows(capsys):

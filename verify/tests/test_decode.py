@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,6 +113,7 @@ def test_measured_cell(timed):
     assert ours["tflops"] == pytest.approx(4 * 2 * 4 * 3 * 96 * 64 / 10e-3 / 1e12)
     assert (ours["time_ms"], ours["samples_ms"], ours["difference"]) == (10.0, [10.0] * 8, 0.0)
     assert cell["routes"] == {"flash_attention_3": "fake"}
+    assert cell["taken"] == "v02"
     names = ["v02", "v01", "flash_attention_3"]
     assert timed == [
         {"names": names, "rounds": 2, "warmup": 0},
@@ -143,6 +145,25 @@ def test_the_step_before_need_not_run(timed):
     refused = TorchBackend(v01=UsageError("v01 takes head_dim 128"))
     cell = decode.measure_cell(refused, [V02, V01], TINY)
     assert cell["attentions"]["v01"] == {"missing": "v01 takes head_dim 128"}
+    assert find_error(with_cell(cell), DECODE_RECORD) is None
+
+
+FEW = replace(V02, only_few_queries=True)
+
+
+@pytest.mark.parametrize(
+    ("steps", "seq_q", "taken"),
+    [
+        ([FEW, V01], 64, "v02"),
+        ([FEW, V01], 65, "v01"),
+        ([V02, V01], 65, "v02"),
+        ([FEW], 65, "v02"),
+    ],
+)
+def test_a_step_for_few_queries_is_taken_only_for_them(timed, steps, seq_q, taken):
+    case = replace(TINY, shape=replace(TINY.shape, batch=1, seq_q=seq_q))
+    cell = decode.measure_cell(TorchBackend(), steps, case)
+    assert cell["taken"] == taken
     assert find_error(with_cell(cell), DECODE_RECORD) is None
 
 
@@ -273,8 +294,17 @@ def record_set(tmp_path):
     return load
 
 
+def fake_of_two() -> dict:
+    """attention() takes v02 but for 128 queries, where it takes v01: 3 ms, and 0.8 of a peer."""
+    record = fake_decode(V02, V01)
+    for cell in record["cells"]:
+        if cell["seq_q"] == 128:
+            cell["taken"] = "v01"
+    return record
+
+
 def test_the_fake_record_is_one():
-    for record in (fake_decode(V02, V01), fake_decode(V01)):
+    for record in (fake_decode(V02, V01), fake_decode(V01), fake_of_two()):
         assert find_error(record, DECODE_RECORD) is None
 
 
@@ -292,6 +322,33 @@ def test_ratios_and_shares():
     assert shares["d64_b8_h32_kv8_q1_131072"] == pytest.approx(0.7)
 
 
+def test_ratios_are_of_the_step_that_attention_takes():
+    record = fake_of_two()
+    ratios = decode_ratios(record)
+    assert len(ratios) == 276
+    assert ratios["d64_b8_h32_kv8_q16_2048"] == 1.5
+    assert ratios["d256_b64_h32_kv8_q128_65536"] == pytest.approx(0.8 / 3)
+    gains = decode_ratios(record, "v01")
+    assert gains == {name: 3.0 for name in ratios if "_q128_" not in name}
+    record["cells"] = [cell | {"taken": "v01"} for cell in record["cells"]]
+    assert copy_shares(record)["d64_b8_h32_kv8_q1_8192"] == pytest.approx(0.3)
+    assert not decode_ratios(record, "v01")
+
+
+def test_figures_of_few_queries():
+    figures = decode_figures(fake_of_two())
+    assert {key: figures[key] for key in ("cells", "slower", "few_cells", "few_slower")} == {
+        "cells": 276,
+        "slower": 69,
+        "few_cells": 207,
+        "few_slower": 0,
+    }
+    few_mean = (2 * 1.5 * 1.5) ** (1 / 3)
+    assert figures["few_mean"] == pytest.approx(few_mean)
+    assert figures["mean"] == pytest.approx((few_mean**3 * 0.8 / 3) ** (1 / 4))
+    assert (figures["smallest"], figures["gain"]) == pytest.approx((0.8 / 3, 3.0))
+
+
 def test_figures():
     record = fake_decode(V02, V01)
     figures = decode_figures(record)
@@ -303,6 +360,9 @@ def test_figures():
         "smallest": 0.8,
         "smallest_cell": "d64_b1_h32_kv8_q128_1024",
         "slower": 69,
+        "few_cells": 207,
+        "few_mean": pytest.approx((2 * 1.5 * 1.5) ** (1 / 3)),
+        "few_slower": 0,
         "smallest_copy_share": pytest.approx(0.7),
         "gain": pytest.approx(3.0),
         "smallest_gain": pytest.approx(3.0),
@@ -313,7 +373,7 @@ def test_figures():
         cell["attentions"] = {name: cell["attentions"][name] for name in ("v02",)}
     alone = decode_figures(record)
     assert (alone["cells"], alone["mean"], alone["smallest_cell"]) == (0, None, None)
-    assert alone["gain"] is None
+    assert (alone["few_cells"], alone["few_mean"], alone["gain"]) == (0, None, None)
 
 
 def test_rows():
@@ -346,7 +406,7 @@ def test_table(record_set):
     caption = lines[-1]
     for told in (
         "v02 over the fastest peer: geometric mean of 276 cells 1.377 ×, smallest 0.800 × (d64_b1_",
-        "; over v01: geometric mean of 276 cells 3.000 ×, ",
+        "; v02 over v01: geometric mean of 276 cells 3.000 ×, ",
         "of batches 1, 8 and 64 and of heads 32/8; ",
         "with 1024 to 131072 keys, ",
         "reads and writes, 4 TB/s; the smallest share at batch 8 from 8192 keys on. NVIDIA H200, ",
@@ -357,13 +417,23 @@ def test_table(record_set):
         assert told in caption
 
 
+def test_table_of_two_steps(record_set):
+    lines = decode_table.decode(record_set(cells=fake_of_two()["cells"])).splitlines()
+    assert lines[5] == f"| 64 | 128 | {' | '.join(['0.267 ×, 0.267 ×'] * 3)} | 23 of 23 |  |"
+    assert lines[-1].startswith(
+        "v02 or v01, as attention() takes one or the other, over the fastest peer: geometric mean "
+        "of 276 cells 1.047 ×, smallest 0.267 × (d64_b1_h32_kv8_q128_1024); v02 over v01: "
+        "geometric mean of 207 cells 3.000 ×, smallest "
+    )
+
+
 def test_what_is_missing_in_a_table(record_set):
     record = fake_decode(V02)
     cells = [cell for cell in record["cells"] if cell["seq_k"] < 131072]
     cells[0]["attentions"]["v02"]["samples_ms"] = [1.0] * 20
     table = decode_table.decode(record_set(sources=record["sources"], cells=cells, skipped={}))
     assert table.splitlines()[2].endswith("| missing | 0 of 21 | 90 % |")
-    assert "; over " not in table
+    assert "; v02 over " not in table
     assert "Median of 3 to 20 interleaved rounds" in table
     assert "memory." not in table
 
@@ -387,10 +457,18 @@ def test_tables_without_numbers(record_set, tmp_path):
         ("decode.slower", "69"),
         ("decode.cells - decode.slower : .0f", "207"),
         ("decode.smallest_copy_share : .0%", "70%"),
+        ("decode.few_cells", "207"),
+        ("decode.few_mean : .3f", "1.651"),
+        ("decode.few_slower", "0"),
         ("decode.gain : .1f", "3.0"),
         ("decode.copy_tb_per_s : .1f", "4.0"),
         ("h200 decode.mean : .3f", "1.377"),
         ("h100 decode.mean : .3f", "not measured"),
+        (f"1000 * decode.{SMALLEST}.v01.time_ms : .0f", "3000"),
+        (f"decode.{SMALLEST}.v01.time_ms / decode.{SMALLEST}.v02.time_ms : .1f", "3.0"),
+        (f"decode.{SMALLEST}.sdpa_cudnn.time_ms : .1f", "missing"),
+        (f"decode.{LARGEST}.v02.time_ms : .1f", "not measured"),  # not among those with 32 heads
+        (f"h100 decode.{SMALLEST}.v02.time_ms : .1f", "not measured"),
     ],
 )
 def test_expression(record_set, expression, text):
@@ -401,7 +479,11 @@ def test_expression(record_set, expression, text):
     ("expression", "told"),
     [
         ("decode", "does not read like 'decode.mean'"),
-        ("decode.mean.v02", "does not read like 'decode.mean'"),
+        ("decode.mean.v02", "does not read like 'decode.mean' or 'decode.d128_"),
+        (f"decode.{SMALLEST}", "no 'd64_b1_h32_kv8_q1_1024'; there are cells, mean, smallest"),
+        ("decode.mean.v02.time_ms", "no 'mean'; there are d64_b1_h32_kv8_q1_1024, "),
+        (f"decode.{SMALLEST}.v03.time_ms", "no 'v03'; there are v02, v01, sdpa_cudnn, "),
+        (f"decode.{SMALLEST}.v02.rong", "no 'rong'; there are time_ms, "),
         ("decode.rong", "no 'rong'; there are cells, mean, smallest"),
         ("h100 decode.rong", "no 'rong'; there are cells, mean, smallest"),
     ],

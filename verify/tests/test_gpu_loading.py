@@ -16,6 +16,7 @@ from common.runtime import gpu
 from common.runtime.build import Build, Resources
 from common.runtime.cpu import CpuBackend
 from common.runtime.pack import simt_encoder
+from common.runtime.tensor_map import MapEncoder
 from common.step import read_step
 from verify.tests.fake_gpu import (
     CONTEXT,
@@ -48,7 +49,7 @@ class Cubin:
         self.names = [kernel.name for kernel in self.descriptor.kernels]
         self.get_global_status = 0
         resources = dict.fromkeys(SMEM_BYTES, Resources(*[0] * 6))
-        monkeypatch.setattr(gpu, "driver_encoder", simt_encoder)
+        monkeypatch.setattr(gpu, "driver_encoder", self.encoder)
         monkeypatch.setattr(gpu, "parse_resources", lambda log: dict(resources))
         bindings = fake.driver.bindings
         bindings.cuModuleLoad = self.load_module
@@ -60,6 +61,10 @@ class Cubin:
         fake.pycuda.memcpy_dtoh = lambda to, address: ctypes.memmove(
             ctypes.addressof(to), address, ctypes.sizeof(to)
         )
+
+    def encoder(self, spec: Specialization, l2_fetch_bytes: int) -> MapEncoder:
+        self.l2_fetch_bytes = l2_fetch_bytes
+        return simt_encoder(spec)
 
     def load_module(self, path: bytes) -> tuple:
         here = self.fake.driver.contexts[-1] == CONTEXT
@@ -131,18 +136,30 @@ def test_loading_leaves_a_thread_in_its_context(fake, cubin, current) -> None:
     assert fake.driver.contexts == [current]
 
 
+@pytest.mark.parametrize("num_bytes", [None, 64, 128, 256])
+def test_l2_fetches_what_the_step_says(cubin, num_bytes) -> None:
+    if num_bytes is not None:
+        cubin.symbols["l2_fetch_bytes"] = num_bytes.to_bytes(4, "little")
+    cubin.load()
+    assert cubin.l2_fetch_bytes == (num_bytes or 256)
+
+
 @pytest.mark.parametrize(
-    ("start_early", "error"),
+    ("variable", "value", "error"),
     [
-        (b"\2\0\0\0", "kernels_start_early is 2: make it 0 or 1"),
-        (b"\xff\xff\xff\xff", "kernels_start_early is -1: make it 0 or 1"),
-        (b"\1", "kernels_start_early has 1 bytes: make it int32_t"),
-        (bytes(8), "kernels_start_early has 8 bytes: make it int32_t"),
+        ("kernels_start_early", b"\2\0\0\0", "is 2: make it 0 or 1"),
+        ("kernels_start_early", b"\xff\xff\xff\xff", "is -1: make it 0 or 1"),
+        ("kernels_start_early", b"\1", "has 1 bytes: make it int32_t"),
+        ("kernels_start_early", bytes(8), "has 8 bytes: make it int32_t"),
+        ("l2_fetch_bytes", bytes(4), "is 0: make it 64, 128 or 256"),
+        ("l2_fetch_bytes", b"\x20\0\0\0", "is 32: make it 64, 128 or 256"),
+        ("l2_fetch_bytes", b"\x80", "has 1 bytes: make it int32_t"),
+        ("l2_fetch_bytes", b"\x80" + bytes(7), "has 8 bytes: make it int32_t"),
     ],
 )
-def test_a_wrong_kernels_start_early_is_one_clear_line(cubin, start_early, error) -> None:
-    cubin.symbols["kernels_start_early"] = start_early
-    with pytest.raises(UsageError, match=f"^dependent_launch: {error}$"):
+def test_a_wrong_variable_is_one_clear_line(cubin, variable, value, error) -> None:
+    cubin.symbols[variable] = value
+    with pytest.raises(UsageError, match=f"^dependent_launch: {variable} {error}$"):
         cubin.load()
 
 

@@ -391,6 +391,8 @@ def test_ratio_is_of_the_step_that_attention_takes(record_set):
     ladder = replace(records, steps=steps).of(FORWARD)
     assert (ladder.taken(), ladder.taken(deterministic=True)) == (("v01",), ("v02",))
     assert ratios(tables.grid(ladder))[0] == "0.500 ×"
+    steps = tuple(replace(step, only_few_queries=step.name == "v02") for step in records.steps)
+    assert replace(records, steps=steps).of(FORWARD).taken() == ("v01",)
 
 
 def test_steps_whose_bits_repeat_are_compared_with_such_a_peer(record_set):

@@ -17,17 +17,19 @@ from common.catalog import all_steps
 from common.operation import FORWARD
 from common.operator import highest_step
 from common.quiet import quiet_turns
-from common.record_schema import CACHES, LATENCY_RECORD, find_error
+from common.record_schema import CACHES, LATENCY_RECORD, SDPA, find_error
 from common.records import read_record, write_record
 from common.report import rows, tables
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
+from common.step import Step
 from verify.cases import BF16, Case, Shape
 from verify.reference import attention_reference
 from verify.tests.fake_records import fake_latency
 
 NEWEST = [step for step in all_steps() if step.operation == FORWARD][-1]
+V01, V02 = all_steps()[:2]
 TINY = Case("tiny", Shape(1, 2, 2, 33, 33, 64), BF16, causal=True)
 SHORT = Case("short", Shape(1, 2, 2, 1, 7, 64), BF16)
 LONGER = Case("longer", Shape(1, 2, 2, 1, 9, 64), BF16)
@@ -232,6 +234,20 @@ def test_a_wrong_decoding_is_not_timed(monkeypatch):
         latency.measure_decoding(NEWEST, *SHORT.make("cpu"), FakeHost(9.0))
 
 
+def fake_of_two() -> dict:
+    """attention() takes v01 for the cells, and v02 for decoding."""
+    sources = {step.name: {"code_sha256": step.code_sha256} for step in (V01, V02)}
+    decoding = fake_latency(V02)["decoding"]
+    return fake_latency(V01) | {"sources": sources, "decoding": decoding}
+
+
+def test_decoding_may_take_another_step(record_set):
+    records = record_set(**fake_of_two())
+    assert tables.latency(records).startswith("| N | Mask | v01 | sdpa_flash | flash_attention_3 |")
+    assert "events around the call, of v01 around its launch" in tables.latency(records)
+    assert tables.decoding(records).startswith("| Each call has | attention(), v02 | sdpa |")
+
+
 def test_table_of_decoding(record_set):
     text = tables.decoding(record_set())
     assert text.splitlines()[:3] == [
@@ -278,6 +294,7 @@ def test_medians_are_of_all_calls_in_quiet_turns(record_set):
     [
         {"host": {"common/operator.py": "0"}},
         {"sources": {NEWEST.name: {"code_sha256": "0"}}},
+        {"sources": {V01.name: {"code_sha256": V01.code_sha256}, V02.name: {"code_sha256": "0"}}},
     ],
 )
 def test_what_has_changed_since_is_not_shown(record_set, changes):
@@ -294,7 +311,7 @@ def test_without_a_record(tmp_path):
     ("change", "told"),
     [
         ({"sources": {}}, "sources cannot be {}"),
-        ({"sources": {name: {"code_sha256": "0"} for name in "ab"}}, "sources cannot be {'a': "),
+        ({"sources": {"v01": {"code_sha256": "0"}, "v02": {}}}, "sources cannot be {'v01': "),
         ({"host_us": {}}, "cells cannot be"),
         ({"host_us": {NEWEST.name: [[1.0]] * 2}}, "cells cannot be"),  # the peer's are gone
         ({"loop_rates": [9.0, 9.0]}, "cells cannot be"),  # of one turn
@@ -324,23 +341,31 @@ def test_malformed_decoding_is_named(record_set, change):
 
 
 def test_record(monkeypatch, tmp_path):
-    fake = fake_latency(NEWEST)
+    fake = fake_of_two()
     monkeypatch.setattr(latency, "GpuBackend", CpuBackend)
     monkeypatch.setattr(latency, "versions", lambda: {"device": "NVIDIA H200"})
-    monkeypatch.setattr(latency, "highest_step", lambda *_: NEWEST)
+
+    def highest_step(backend, operation, inputs, causal) -> Step:
+        return V02 if inputs[0].shape[2] == 1 else V01
 
     def measure_cell(backend, step, case, host) -> dict:
+        assert step is V01
         host.fastest_loop_rate = 1e6
         return fake["cells"][0]
 
+    def measure_decoding(step, *_) -> dict:
+        return {who: fake["decoding"][who] for who in (step.name, SDPA)}
+
+    monkeypatch.setattr(latency, "highest_step", highest_step)
     monkeypatch.setattr(latency, "measure_cell", measure_cell)
-    monkeypatch.setattr(latency, "measure_decoding", lambda *_: fake["decoding"])
+    monkeypatch.setattr(latency, "measure_decoding", measure_decoding)
     monkeypatch.setattr(latency, "PROFILES_DIR", tmp_path)
     monkeypatch.setattr(host, "FIND_FASTEST_S", 0.01)
     path = latency.measure_latency()
     assert path == tmp_path / "h200" / "latency.json"
     record = read_record(path, LATENCY_RECORD)
     assert record["sources"] == fake["sources"]
+    assert list(record["decoding"]) == ["v02", SDPA]
     assert len(record["cells"]) == len(latency.CELLS)
     assert record["fastest_loop_rate"] == 1e6
 

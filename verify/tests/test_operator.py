@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -305,6 +306,19 @@ def test_what_a_step_depends_on_is_looked_up(prepared) -> None:
     ):
         attention(*inputs)
     assert len(prepared) == len(calls) + 1
+
+
+def test_few_queries_may_have_a_step_of_their_own(prepared, monkeypatch) -> None:
+    steps = (OLDEST, replace(OLDEST, name="v98", only_few_queries=True))
+    monkeypatch.setattr(op, "all_steps", lambda: steps)
+    q, k, v = make_inputs()  # two heads that share keys
+    longer = q.repeat(1, 1, 8, 1)
+    for queries in (q, longer[:, :, :65], longer[:, :, :64], longer, longer[:, :1, :64]):
+        o = attention(queries, k, v)
+        expected = scaled_dot_product_attention(queries, k, v, enable_gqa=True)
+        torch.testing.assert_close(o, expected, atol=2**-8, rtol=2**-7)
+    assert [chosen.step.name for chosen in op._calls.values()] == ["v98", "v01"]
+    assert len(prepared) == 2
 
 
 def test_an_axis_of_size_1_has_no_stride(prepared) -> None:

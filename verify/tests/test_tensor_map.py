@@ -16,6 +16,7 @@ from common import attention
 from common.catalog import find_step
 from common.errors import UsageError
 from common.operation import FORWARD
+from common.runtime import tensor_map
 from common.runtime.backend import specialization
 from common.runtime.cpu import CpuBackend
 from common.runtime.driver import bindings, call
@@ -137,6 +138,21 @@ def test_without_cuda_bindings_the_package_is_named(monkeypatch) -> None:
     t = torch.zeros(1, 1, 7, 64, dtype=BF16)
     with pytest.raises(UsageError, match=r"cannot be imported .* pip install cuda-bindings"):
         encode(t, Box(16, 64, B128), encoder=driver_encoder)
+
+
+def test_l2_fetches_what_the_encoder_is_told(monkeypatch) -> None:
+    driver = MagicMock()
+    monkeypatch.setattr(tensor_map, "bindings", lambda: driver)
+    monkeypatch.setattr(tensor_map, "address", lambda name: 0)
+    spec = specialization([torch.zeros(1, 1, 7, 64, dtype=BF16)], causal=False)
+    promotions = driver.CUtensorMapL2promotion
+    for told, promotion in (
+        ((), promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+        ((64,), promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_64B),
+        ((128,), promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
+        ((256,), promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+    ):
+        assert driver_encoder(spec, *told).l2_promotion is promotion
 
 
 def test_a_driver_that_is_too_old_is_named(monkeypatch) -> None:

@@ -51,7 +51,7 @@ WORKLOG = """# Title
 <!-- table: distributions --><!-- end -->
 <!-- table: latency --><!-- end -->
 <!-- table: decoding --><!-- end -->
-<!-- table: decode h100 --><!-- end -->
+<!-- table: decode --><!-- end -->
 <!-- table: pictures --><!-- end -->
 <!-- table: sass --><!-- end -->
 <!-- table: banks --><!-- end -->

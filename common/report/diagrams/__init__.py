@@ -15,6 +15,7 @@ from . import (
     hopper_backward,
     ring,
     softmax,
+    split_keys,
 )
 from .svg import files
 
@@ -33,6 +34,7 @@ def figures() -> dict[str, str]:
         backward_schedule,
         backward_turns,
         backward_order,
+        split_keys,
         ring,
     )
     return files({name: one for module in modules for name, one in module.figures().items()})

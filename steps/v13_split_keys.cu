@@ -1,0 +1,548 @@
+// v13 -- split keys: all blocks share the keys of few queries, and a second kernel merges their parts
+// taken: only for few queries; for more, v12's tensor cores are busier
+// change: the tiles of keys of all work tiles, in a row, are cut into as many equal shares as there are
+//     blocks. What a block computes of a work tile that it has only a part of is O, m and l of its keys.
+//     A second kernel merges the parts. The rows of a work tile are the queries of all heads that look
+//     at the same keys
+// why: with one query a head is one block's work, and most SMs have none; and each head of a group
+//     reads the same keys again. Predicted: with one query and 8 sequences of 8192 keys or more, 0.93
+//     of the speed of a copy, as K and V come from global memory once, through all SMs
+// repeats: all bits on as many multiprocessors; their number decides where the keys are cut
+// limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+#include "copy.cuh"
+#include "dependent_launch.cuh"
+#include "mma.cuh"
+#include "tma.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
+
+constexpr int CONSUMERS = 2;  // warpgroups that compute; one more copies
+constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // starts the copies of K and V; the next ones copy Q
+constexpr int Q_WARPS = 3;
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int BLOCK_M = 64;                          // rows of a warpgroup
+constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
+constexpr int NUM_STAGES =                           // tiles of K, and of V, in shared memory
+    HEAD_DIM <= 64    ? 6
+    : HEAD_DIM <= 192 ? 3
+                      : 2;
+constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
+constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
+
+// Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
+template <int ROWS>
+using Tile = Element[PANELS][ROWS][PANEL];
+
+// What a warpgroup has found in a block's keys of a work tile: O = sum P V, m and l, P = 2^(S - m).
+struct alignas(128) Part {
+    float o[BLOCK_M][DIM];
+    float row_max[BLOCK_M], row_sum[BLOCK_M];
+};
+// A block leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
+// which goes on in the next block.
+enum PartKind { ENDS, GOES_ON };
+struct Parts {
+    Part part[2][CONSUMERS];
+    int grid;  // in the first block's: the number of blocks
+};
+constexpr int MAX_BLOCKS = 144;  // no device of this architecture has more SMs
+constexpr int MERGE_THREADS = 256, MERGE_WARPS = MERGE_THREADS / 32;
+constexpr int COLUMNS = (DIM + 127) / 128;    // of O, in groups of 4, that a lane merges
+constexpr int MERGED_AT_ONCE = 16 / COLUMNS;  // parts
+
+struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
+    Tile<BLOCK_M> q[CONSUMERS];      // of two warpgroups, or of two work tiles of one
+    Tile<BLOCK_N> k[NUM_STAGES], v[NUM_STAGES];
+    Mbarrier q_full[2], k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
+    Mbarrier q_empty[2], k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it
+};
+static_assert(sizeof(SharedMemory) <= 227 * 1024);
+
+extern "C" {
+__constant__ LaunchDescriptor launch_descriptor = {
+    .alignment = 16,
+    .kernels = {{.name = "attention_forward",
+                 .grid = {{SEQ_Q, BLOCK_M}, {SEQ_K, BLOCK_N}, {HEADS, 1}, {BATCH, 1}},
+                 .threads = NUM_THREADS,
+                 .smem_bytes = sizeof(SharedMemory),
+                 .blocks_per_sm = 1},
+                {.name = "attention_merge",
+                 .grid = {{SEQ_Q, 1}, {HEADS, 1}, {BATCH, 1}},
+                 .threads = MERGE_THREADS,
+                 .blocks_per_sm = 4}},
+    // One for each block; by an axis, as blocks without a second tile leave parts, too.
+    .workspace = {{.element_bytes = sizeof(Parts), .shape = {{BATCH, MAX_BLOCKS}}}},
+    .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+    .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+};
+__constant__ int32_t kernels_start_early = 1;
+__constant__ int32_t l2_fetch_bytes = 128;  // at twice that, K and V arrive more slowly
+}
+
+// What a block computes of a work tile: of up to `tile_rows` rows, which share a key head, the tiles
+// of keys first ... end - 1.
+struct Segment {
+    int first_row, kv_head, batch;
+    int first, end;
+    PartKind kind;
+    bool is_whole;  // all tiles of the work tile
+};
+
+// The shares. Row n of a key head is query n / group of head n % group of its group.
+struct Schedule {
+    const AttentionParams& p;
+    int group, rows;           // heads of a key head; their queries
+    int consumers, tile_rows;  // warpgroups that have rows; the rows of a work tile
+    int row_tiles;             // of a key head
+    int tiles;                 // of keys, of each work tile
+    int64_t works;             // work tiles
+    int blocks;                // that have a share
+    bool whole;                // a share is of whole work tiles
+    int64_t units;             // that are shared out: tiles of keys, or whole work tiles
+
+    __device__ Schedule(const AttentionParams& params, int grid)
+        : p(params),
+          group(p.heads / p.kv_heads),
+          rows(group * p.seq_q),
+          consumers(rows <= BLOCK_M ? 1 : CONSUMERS),
+          tile_rows(BLOCK_M * consumers),
+          row_tiles((rows + tile_rows - 1) / tile_rows),
+          tiles((p.seq_k + BLOCK_N - 1) / BLOCK_N),
+          works(int64_t(p.batch) * p.kv_heads * row_tiles),
+          blocks(min(grid, MAX_BLOCKS)) {
+        // Parts take time to write and to merge. So whole work tiles are shared out, or as many parts
+        // of each, where that keeps nine tenths of the blocks busy.
+        const int64_t rounds = (works + blocks - 1) / blocks, parts = blocks / works;
+        whole = works >= blocks && 10 * works >= 9 * rounds * blocks;
+        units = whole ? works : works * tiles;
+        if (10 * works * parts >= 9 * blocks) blocks = works * parts;
+        blocks = min(int64_t(blocks), units);
+    }
+
+    // Where a block's share begins, and that of the block before ends.
+    __device__ int64_t cut(int block) const { return units * block / blocks * (whole ? tiles : 1); }
+    // Whose share has the tile: the last block with cut() <= tile.
+    __device__ int block_of(int64_t tile) const {
+        return ((tile / (whole ? tiles : 1) + 1) * blocks - 1) / units;
+    }
+
+    // The keys that a row sees. Causal: query i sees j <= i + seq_k - seq_q.
+    __device__ int visible_keys(int row) const {
+        return CAUSAL ? max(0, min(p.seq_k, row / group + p.seq_k - p.seq_q + 1)) : p.seq_k;
+    }
+};
+
+// A block's share, segment by segment.
+struct Share {
+    const Schedule& schedule;
+    int64_t begin, end;  // of the tiles
+    int first_work, count;
+
+    __device__ Share(const Schedule& s, int block) : schedule(s), begin(0), end(0), count(0) {
+        if (block >= s.blocks) return;
+        begin = s.cut(block), end = s.cut(block + 1);
+        if (begin == end) return;
+        first_work = begin / s.tiles;
+        count = int((end - 1) / s.tiles) - first_work + 1;
+    }
+
+    __device__ Segment at(int i) const {
+        const Schedule& s = schedule;
+        const int work = first_work + i;
+        const int64_t before = int64_t(work) * s.tiles;
+        Segment segment;
+        segment.first = max(begin - before, int64_t(0));
+        segment.end = min(end - before, int64_t(s.tiles));
+        segment.kind = segment.end == s.tiles ? ENDS : GOES_ON;
+        segment.is_whole = segment.first == 0 && segment.end == s.tiles;
+        segment.first_row = work % s.row_tiles * s.tile_rows;
+        segment.kv_head = work / s.row_tiles % s.p.kv_heads;
+        segment.batch = work / s.row_tiles / s.p.kv_heads;
+        // Nothing is loaded that no row sees.
+        const int last_row = min(segment.first_row + s.tile_rows, s.rows) - 1;
+        segment.end = min(segment.end, (s.visible_keys(last_row) + BLOCK_N - 1) / BLOCK_N);
+        return segment;
+    }
+};
+
+// Waits for the end of a phase. Phase -1 counts as ended: a new stage is empty.
+__device__ void wait_for(Mbarrier& barrier, int phase) {
+    while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
+    }
+}
+
+// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros past its ends, and
+// announces its bytes to the barrier. Called by one thread.
+__device__ void load_tile(Tile<BLOCK_N>& tile, const TensorMap& map, int row, int head, int batch,
+                          Mbarrier& full) {
+    mbarrier_arrive_expect_tx(full, sizeof(tile));
+#pragma unroll
+    for (int panel = 0; panel < PANELS; ++panel)
+        cp_async_bulk_tensor_load(tile[panel][0], map, PANEL * panel, row, head, batch, full);
+}
+
+// Describes the columns d ... d + 15 of a tile: Q or K.
+template <int ROWS>
+__device__ uint64_t k_major(const Tile<ROWS>& tile, int d) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][0][d % PANEL], 0, SWIZZLE_128B_TILE);
+}
+
+// Describes the rows key ... key + 15 of a tile, all columns: V.
+template <int ROWS>
+__device__ uint64_t mn_major(const Tile<ROWS>& tile, int key) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), SWIZZLE_128B_TILE);
+}
+
+// Where TMA would put 8 elements of a tile's row from column d on: 8 chunks of a row change places.
+template <int ROWS>
+__device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
+    return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
+}
+
+// The place of a work tile's Q: in turn one of two, or a warpgroup's.
+struct QPlace {
+    int stage, phase;
+
+    __device__ QPlace(const Schedule& schedule, int i)
+        : stage(schedule.consumers == 1 ? i % CONSUMERS : 0),
+          phase(schedule.consumers == 1 ? i / CONSUMERS : i) {}
+};
+
+// ---- copy Q, whose rows are of several heads: no box of a tensor map. By Q_WARPS warps
+__device__ void load_q(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+    constexpr int CHUNKS = DIM / VEC;  // of a row
+    const Schedule& schedule = share.schedule;
+    const int thread = threadIdx.x - 32 * (PRODUCER_WARP + 1);
+    for (int i = 0; i < share.count; ++i) {
+        const Segment segment = share.at(i);
+        const QPlace place(schedule, i);
+        wait_for(smem.q_empty[place.stage], place.phase - 1);
+        for (int n = thread; n < schedule.tile_rows * CHUNKS; n += 32 * Q_WARPS) {
+            const int local = n / CHUNKS, d = n % CHUNKS * VEC, row = segment.first_row + local;
+            const int head = segment.kv_head * schedule.group + row % schedule.group;
+            const Element* q = p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
+                               row / schedule.group * p.q_stride.row + d;
+            const bool valid = row < schedule.rows && d < HEAD_DIM;
+            cp_async_cg(swizzled(smem.q[place.stage + local / BLOCK_M], local % BLOCK_M, d),
+                        valid ? q : p.q, valid);
+        }
+        cp_async_commit_group();
+        cp_async_wait_group<0>();
+        fence_proxy_async();  // by each writer
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem.q_full[place.stage]);
+    }
+}
+
+// ---- copy K and V. By one thread
+__device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+    int number = 0;  // of the tile
+    for (int i = 0; i < share.count; ++i) {
+        const Segment segment = share.at(i);
+        for (int tile = segment.first; tile < segment.end; ++tile, ++number) {
+            const int stage = number % NUM_STAGES, phase = number / NUM_STAGES;
+            wait_for(smem.k_empty[stage], phase - 1);
+            load_tile(smem.k[stage], p.k_map, tile * BLOCK_N, segment.kv_head, segment.batch,
+                      smem.k_full[stage]);
+            wait_for(smem.v_empty[stage], phase - 1);
+            load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, segment.kv_head, segment.batch,
+                      smem.v_full[stage]);
+        }
+    }
+}
+
+// ---- what a consumer computes: its rows of all segments
+__device__ void compute(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+    const Schedule& schedule = share.schedule;
+    const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
+    const int lane = threadIdx.x % 32;
+    const int warp = uniform(threadIdx.x / 32), warpgroup = warp / 4;
+    const int warp_row = warp % 4 * 16;
+    Parts* const parts = static_cast<Parts*>(p.workspace[0]);
+    const auto release = [&](Mbarrier& empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    const float scale_log2 = p.softmax_scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s)
+    // A lane's s_acc[n][2 r + i] and o_acc[n][2 r + i], with r and i 0 or 1, are the elements of S
+    // and O in row 8 r + lane / 4 of its warp's 16 and column 8 n + 2 (lane % 4) + i.
+    float s_acc[BLOCK_N / 8][4];
+    uint32_t p_frag[BLOCK_N / 16][4];
+    float row_max[2];  // m, in units of log2
+    float row_sum[2];  // this lane's share of l
+    float rescale[2];
+
+    int number = 0;  // of the next tile among the block's
+    for (int i = 0; i < share.count; ++i) {
+        const Segment segment = share.at(i);
+        const QPlace place(schedule, i);
+        const Tile<BLOCK_M>& q = smem.q[place.stage + warpgroup];
+        const int first_row = segment.first_row + BLOCK_M * warpgroup + warp_row;
+
+        // ---- S = Q K^T  [BLOCK_M, BLOCK_N]
+        const auto start_s = [&](int number) {
+            const int stage = number % NUM_STAGES;
+            wait_for(smem.k_full[stage], number / NUM_STAGES);
+            wgmma_fence(s_acc);
+#pragma unroll
+            for (int d = 0; d < HEAD_DIM; d += 16)
+                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(
+                    s_acc, k_major<BLOCK_M>(q, d), k_major<BLOCK_N>(smem.k[stage], d), d > 0);
+            wgmma_commit_group();
+        };
+        float o_acc[DIM / 8][4] = {};
+        // ---- O += P V  [BLOCK_M, HEAD_DIM]
+        const auto start_pv = [&](int number) {
+            const int stage = number % NUM_STAGES;
+            wait_for(smem.v_full[stage], number / NUM_STAGES);
+            wgmma_fence(o_acc, p_frag);
+#pragma unroll
+            for (int j = 0; j < BLOCK_N; j += 16)
+                wgmma_m64nNk16<Element, MN_MAJOR>(o_acc, p_frag[j / 16],
+                                                  mn_major<BLOCK_N>(smem.v[stage], j), true);
+            wgmma_commit_group();
+        };
+        // ---- online softmax: P = 2^(S - m)
+        const auto softmax = [&](int tile) {
+            float tile_scale = scale_log2;
+            // Without this the largest S would not be the largest logit, and 0 * -inf is NaN.
+            if (scale_log2 <= 0.0f) {
+                tile_scale = 1.0f;
+#pragma unroll
+                for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) s_acc[n][i] *= scale_log2;
+            }
+            const int k_start = tile * BLOCK_N;
+            if (k_start + BLOCK_N > schedule.visible_keys(first_row)) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int row = first_row + 8 * r + lane / 4;
+                    const int keys = schedule.visible_keys(row) - k_start - 2 * (lane % 4);
+#pragma unroll
+                    for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                        for (int i = 0; i < 2; ++i)
+                            if (8 * n + i >= keys) s_acc[n][2 * r + i] = -INFINITY;
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float x = -INFINITY;
+#pragma unroll
+                for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) x = fmaxf(x, s_acc[n][2 * r + i]);
+                const float row_max_new = fmaxf(row_max[r], quad_max(x) * tile_scale);
+                // Where no key is visible yet all S are -inf, and -inf + inf is NaN.
+                const float shift = row_max_new == -INFINITY ? 0.0f : row_max_new;
+                rescale[r] = ex2_approx_ftz(row_max[r] - shift);
+                row_max[r] = row_max_new;
+                float sum = 0.0f;
+#pragma unroll
+                for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        float& s = s_acc[n][2 * r + i];
+                        s = ex2_approx_ftz(s * tile_scale - shift);
+                        sum += s;
+                    }
+                row_sum[r] = row_sum[r] * rescale[r] + sum;
+            }
+        };
+        const auto convert_p = [&] {
+#pragma unroll
+            for (int j = 0; j < BLOCK_N / 16; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* s = &s_acc[2 * j + i / 2][2 * (i % 2)];
+                    p_frag[j][i] = cvt_rn_x2<Element>(s[0], s[1]);
+                }
+        };
+
+        row_max[0] = row_max[1] = -INFINITY;
+        row_sum[0] = row_sum[1] = 0.0f;
+        wait_for(smem.q_full[place.stage], place.phase);
+        __syncwarp();  // a lane still waiting would miss the phases that the release allows
+        // ---- for each K/V tile
+        if (segment.first < segment.end) {
+            start_s(number);
+            wgmma_wait_group<0>(s_acc);
+            release(smem.k_empty[number % NUM_STAGES]);
+            softmax(segment.first);
+            convert_p();
+            for (int tile = segment.first + 1; tile < segment.end; ++tile, ++number) {
+                start_s(number + 1);
+                start_pv(number);
+                wgmma_wait_group<1>(s_acc);
+                release(smem.k_empty[(number + 1) % NUM_STAGES]);
+                softmax(tile);  // while O += P V runs
+                wgmma_wait_group<0>(o_acc, p_frag);
+                release(smem.v_empty[number % NUM_STAGES]);
+#pragma unroll
+                for (int n = 0; n < DIM / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
+                convert_p();
+            }
+            start_pv(number);
+            wgmma_wait_group<0>(o_acc, p_frag);
+            release(smem.v_empty[number % NUM_STAGES]);
+            ++number;
+        }
+        release(smem.q_empty[place.stage]);
+
+        // ---- write O and lse, or a part of them
+        Part& part = parts[blockIdx.x].part[segment.kind][warpgroup];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            row_sum[r] = quad_sum(row_sum[r]);
+            const int local = warp_row + 8 * r + lane / 4, row = first_row + 8 * r + lane / 4;
+            if (row >= schedule.rows) continue;
+            if (segment.is_whole) {
+                const int query = row / schedule.group;
+                const int head = segment.kv_head * schedule.group + row % schedule.group;
+                const float inverse = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
+                Element* o = p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head +
+                             query * p.o_stride.row + 2 * (lane % 4);
+#pragma unroll
+                for (int n = 0; n < HEAD_DIM / 8; ++n)
+                    *reinterpret_cast<uint32_t*>(o + 8 * n) = cvt_rn_x2<Element>(
+                        o_acc[n][2 * r] * inverse, o_acc[n][2 * r + 1] * inverse);
+                if (lane % 4 == 0)
+                    p.lse[(int64_t(segment.batch) * p.heads + head) * p.seq_q + query] =
+                        row_sum[r] == 0.0f ? -INFINITY
+                                           : (row_max[r] + lg2_approx_ftz(row_sum[r])) * LN_2;
+            } else {
+#pragma unroll
+                for (int n = 0; n < DIM / 8; ++n)
+                    *reinterpret_cast<uint64_t*>(&part.o[local][8 * n + 2 * (lane % 4)]) =
+                        uint64_t(uint32_t(__float_as_int(o_acc[n][2 * r + 1]))) << 32 |
+                        uint32_t(__float_as_int(o_acc[n][2 * r]));
+                if (lane % 4 == 0)
+                    part.row_max[local] = row_max[r], part.row_sum[local] = row_sum[r];
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
+    attention_forward(const __grid_constant__ AttentionParams p) {
+    SharedMemory& smem = shared_memory<SharedMemory>();
+    if (threadIdx.x == 32 * PRODUCER_WARP) {
+        prefetch_tensormap(p.k_map);
+        prefetch_tensormap(p.v_map);
+    }
+    const Schedule schedule(p, gridDim.x);
+    const Share share(schedule, blockIdx.x);
+    const int warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
+    griddepcontrol_launch_dependents();  // attention_merge may take the SMs that become free
+
+    if (threadIdx.x == 32 * PRODUCER_WARP) {
+#pragma unroll
+        for (int stage = 0; stage < CONSUMERS; ++stage) {
+            mbarrier_init(smem.q_full[stage], Q_WARPS);
+            mbarrier_init(smem.q_empty[stage], 4 * schedule.consumers);
+        }
+#pragma unroll
+        for (int stage = 0; stage < NUM_STAGES; ++stage) {
+            mbarrier_init(smem.k_full[stage], 1);
+            mbarrier_init(smem.v_full[stage], 1);
+            mbarrier_init(smem.k_empty[stage], 4 * schedule.consumers);
+            mbarrier_init(smem.v_empty[stage], 4 * schedule.consumers);
+        }
+        fence_mbarrier_init();
+        if (blockIdx.x == 0) static_cast<Parts*>(p.workspace[0])->grid = gridDim.x;
+    }
+    __syncthreads();  // the mbarriers are initialized
+
+    if (warp >= PRODUCER_WARP) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (warp > PRODUCER_WARP)
+            load_q(p, share, smem);
+        else if (threadIdx.x % 32 == 0)
+            load_kv(p, share, smem);
+        return;
+    }
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    if (warp < 4 * schedule.consumers) compute(p, share, smem);
+}
+
+// ---- O = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. By a warp
+__device__ void merge(const AttentionParams& p, const Schedule& schedule, int head_of_keys,
+                      int row) {
+    const int lane = threadIdx.x % 32;
+    const int64_t before =
+        (int64_t(head_of_keys) * schedule.row_tiles + row / schedule.tile_rows) * schedule.tiles;
+    const int first_block = schedule.block_of(before);
+    const int last_block = schedule.block_of(before + schedule.tiles - 1);
+    if (first_block == last_block) return;  // which has written O and lse
+    const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
+    const int local = row % BLOCK_M, warpgroup = row % schedule.tile_rows / BLOCK_M;
+    const auto part = [&](int block) -> const Part& {
+        return parts[block].part[block < last_block ? GOES_ON : ENDS][warpgroup];
+    };
+    float row_max = -INFINITY, row_sum = 0.0f;
+    float o[COLUMNS][4] = {};
+    for (int block = first_block; block <= last_block; block += MERGED_AT_ONCE) {
+        // All loads first: they take as long as one.
+        float part_max[MERGED_AT_ONCE], part_sum[MERGED_AT_ONCE];
+        float4 part_o[MERGED_AT_ONCE][COLUMNS];
+        float new_max = row_max;
+#pragma unroll
+        for (int n = 0; n < MERGED_AT_ONCE; ++n) {
+            const Part& from = part(min(block + n, last_block));
+            part_max[n] = block + n <= last_block ? from.row_max[local] : -INFINITY;
+            part_sum[n] = from.row_sum[local];
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+                part_o[n][j] = load_float4(&from.o[local][min(128 * j + 4 * lane, DIM - 4)]);
+            new_max = fmaxf(new_max, part_max[n]);
+        }
+        const float shift = new_max == -INFINITY ? 0.0f : new_max;  // -inf - -inf is NaN
+        const auto rescale = [&](float m) { return ex2_approx_ftz(m - shift); };
+        row_sum *= rescale(row_max);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) o[j][i] *= rescale(row_max);
+#pragma unroll
+        for (int n = 0; n < MERGED_AT_ONCE; ++n) {
+            const float factor = rescale(part_max[n]);
+            row_sum += factor * part_sum[n];
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) {
+                const float4 x = part_o[n][j];
+                o[j][0] += factor * x.x, o[j][1] += factor * x.y;
+                o[j][2] += factor * x.z, o[j][3] += factor * x.w;
+            }
+        }
+        row_max = new_max;
+    }
+    const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+    const int query = row / schedule.group, batch = head_of_keys / p.kv_heads;
+    const int head = head_of_keys % p.kv_heads * schedule.group + row % schedule.group;
+    Element* out = p.o + batch * p.o_stride.batch + head * p.o_stride.head + query * p.o_stride.row;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+        const int d = 128 * j + 4 * lane;
+        if (d < HEAD_DIM)
+            store_float4(out + d, make_float4(o[j][0] * inverse, o[j][1] * inverse,
+                                              o[j][2] * inverse, o[j][3] * inverse));
+    }
+    if (lane == 0)
+        p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + query] =
+            row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
+}
+
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
+    attention_merge(const __grid_constant__ AttentionParams p) {
+    griddepcontrol_wait();  // the parts are there
+    const Schedule schedule(p, static_cast<const Parts*>(p.workspace[0])->grid);
+    if (schedule.whole) return;  // there are no parts
+    const int64_t num_rows = int64_t(p.batch) * p.kv_heads * schedule.rows;
+    int64_t row = int64_t(threadIdx.x / 32) * gridDim.x + blockIdx.x;  // few rows: an SM each
+    for (; row < num_rows; row += int64_t(MERGE_WARPS) * gridDim.x)
+        merge(p, schedule, row / schedule.rows, row % schedule.rows);
+}
