@@ -27,7 +27,9 @@ _LIMITS = re.compile(
     r"(; more than \d+ KiB of shared memory from head_dim (?P<large_smem>\d+) on)?"
 )
 
-_TAKEN = re.compile(r"only (?P<condition>with deterministic=True|for few queries); \S")
+_TAKEN = re.compile(
+    r"only (?P<condition>with deterministic=True|for few queries|for lengths and windows); \S"
+)
 _REPEATS = re.compile(r"all bits but (?P<outputs>\w+(?:'s, \w+)*)'s; \S")
 _REPEATS_ON_ONE_GPU = re.compile(r"all bits on as many multiprocessors; \S")
 _PARTS = re.compile(
@@ -99,6 +101,7 @@ class Step:
     draft: str | None  # why attention() does not take the step yet
     only_deterministic: bool  # attention() takes the step only where all bits must repeat
     only_few_queries: bool  # attention() takes the step only where queries are_few()
+    takes_lengths: bool  # its kernels take Lengths; attention() takes it only where they are given
     unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
     by_multiprocessors: bool  # the last bits differ from one number of multiprocessors to another
     parts: Parts | None  # where its kernels can be launched for one part of the keys after another
@@ -110,10 +113,10 @@ class Step:
         return operation_of(self.name)
 
     def is_candidate(self, deterministic: bool = False) -> bool:
-        """Whether attention() takes the step, unless a higher one runs, without being told to, and
-        however many queries there are.
+        """Whether attention() takes the step, unless a higher one runs, without being told to,
+        however many queries there are, and without lengths or a window.
         """
-        if self.draft or self.only_few_queries:
+        if self.draft or self.only_few_queries or self.takes_lengths:
             return False
         return not (self.unordered if deterministic else self.only_deterministic)
 
@@ -132,14 +135,15 @@ def are_few(seq_q: int, heads: int, kv_heads: int) -> bool:
 def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
     """The step of the same ladder that this one changes: the highest below it, of these.
 
-    Those that attention() takes only for deterministic=True, or only for few queries, are passed
-    over: nothing builds on them.
+    Those that attention() takes only for deterministic=True, only for few queries, or only for
+    lengths and windows, are passed over: nothing builds on them.
     """
     ladder = [each for each in steps if each.operation == step.operation]
     below = [
         each
         for each in ladder
-        if each.name < step.name and not (each.only_deterministic or each.only_few_queries)
+        if each.name < step.name
+        and not (each.only_deterministic or each.only_few_queries or each.takes_lengths)
     ]
     return max(below, key=lambda each: each.name, default=None)
 
@@ -147,9 +151,9 @@ def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
 def read_step(path: Path) -> Step:
     """Parses the header comment of a step's file: title line, change:, why:, limits:; draft:
     where attention() is not to take it yet; taken: where it is to take it only if asked for the
-    same bits each time, or only for few queries; repeats: where a repeated call may give other
-    bits, or another GPU; and parts: where its kernels can be launched for one part of the keys
-    after another.
+    same bits each time, only for few queries, or only for lengths and windows; repeats: where a
+    repeated call may give other bits, or another GPU; and parts: where its kernels can be launched
+    for one part of the keys after another.
 
     Raises UsageError where the file cannot be read or says something else.
     """
@@ -194,6 +198,7 @@ def read_step(path: Path) -> Step:
         draft=fields.get("draft"),
         only_deterministic=taken == "with deterministic=True",
         only_few_queries=taken == "for few queries",
+        takes_lengths=taken == "for lengths and windows",
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
         by_multiprocessors=_REPEATS_ON_ONE_GPU.match(fields.get("repeats", "")) is not None,
         parts=_parse_parts(path, title[1], fields.get("parts")),
@@ -209,8 +214,9 @@ def _parse_taken(path: Path, name: str, text: str | None) -> str | None:
     if found and (found["condition"] != "for few queries" or operation_of(name) == FORWARD):
         return found["condition"]
     raise UsageError(
-        f"{path}: 'taken:' must read like \"only with deterministic=True; why\" or, of a forward "
-        f"step, \"only for few queries; why\", not '{text}'"
+        f'{path}: \'taken:\' must read like "only with deterministic=True; why", "only for '
+        f'lengths and windows; why" or, of a forward step, "only for few queries; why", '
+        f"not '{text}'"
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 import torch
 
 from ..errors import NotEnoughMemoryError
+from ..lengths import Lengths
 from ..operation import Operation
 from ..problem import Specialization
 from ..step import Step
@@ -17,11 +18,22 @@ from .launch import LaunchDescriptor, check_alignment
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# A step ready for a specialization: a function of the tensors, in the order of the operation's
-# operands, and of its scalars. The tensors have the operation's axes, their dtypes and devices are
-# right. Returns the bytes of the step's workspaces; None, and nothing has run, where shapes do not
-# fit together, the head_dim is another one, or the step cannot read the rows as they lie.
-Call = Callable[[Sequence[torch.Tensor], Sequence[float]], list[torch.Tensor] | None]
+
+class Call(Protocol):
+    """A step ready for a specialization."""
+
+    def __call__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        scalars: Sequence[float],
+        lengths: Lengths | None = None,
+    ) -> list[torch.Tensor] | None:
+        """The tensors are in the order of the operation's operands, with its axes; their dtypes and
+        devices are right. lengths are for steps that take them, and have been validated.
+
+        Returns the bytes of the step's workspaces; None, and nothing has run, where shapes do not
+        fit together, the head_dim is another one, or the step cannot read the rows as they lie.
+        """
 
 
 class Backend(Protocol):
@@ -49,7 +61,12 @@ class Backend(Protocol):
         """Raises UsageError where the step is refused."""
 
     def launch(
-        self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
+        self,
+        step: Step,
+        *tensors: torch.Tensor,
+        causal: bool,
+        lengths: Lengths | None = None,
+        **scalars: float,
     ) -> list[torch.Tensor]:
         """Prepares and calls; writes the outputs among the tensors.
 
@@ -72,12 +89,13 @@ def launch(
     step: Step,
     tensors: Sequence[torch.Tensor],
     causal: bool,
+    lengths: Lengths | None,
     scalars: Mapping[str, float],
 ) -> list[torch.Tensor]:
     """Backend.launch, by its prepare()."""
     spec = specialization(tensors, causal)
     call = backend.prepare(step, spec)
-    workspace = call(tensors, [scalars[name] for name in step.operation.scalars])
+    workspace = call(tensors, [scalars[name] for name in step.operation.scalars], lengths)
     if workspace is None:
         refuse(step, backend.descriptor(step, spec).alignment, tensors)
     return workspace

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..lengths import Lengths
 from ..operation import Operation
 from ..problem import Specialization
 from ..step import Step
@@ -34,6 +35,7 @@ from .build import compile_cached, compiler_version, host_compiler
 from .kernels import KernelCall, one_kernel
 from .launch import (
     LaunchDescriptor,
+    LengthsParams,
     Plan,
     descriptor_type,
     params_type,
@@ -171,14 +173,21 @@ class CpuBackend:
         return _read_descriptor(step.operation, self.build(step, spec))
 
     def launch(
-        self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
+        self,
+        step: Step,
+        *tensors: torch.Tensor,
+        causal: bool,
+        lengths: Lengths | None = None,
+        **scalars: float,
     ) -> list[torch.Tensor]:
         """Launches the step and waits. Also raises SimtError."""
-        return launch(self, step, tensors, causal, scalars)
+        return launch(self, step, tensors, causal, lengths, scalars)
 
     def prepare(self, step: Step, spec: Specialization) -> Call:
         step.require(spec)
-        return lambda tensors, scalars: self._execute(step, spec, tensors, scalars)[0]
+        return lambda tensors, scalars, lengths=None: self._execute(
+            step, spec, tensors, scalars, lengths
+        )[0]
 
     def prepare_kernel(self, step: Step, spec: Specialization, name: str) -> KernelCall:
         step.require(spec)
@@ -207,6 +216,7 @@ class CpuBackend:
         spec: Specialization,
         tensors: Sequence[torch.Tensor],
         scalars: Sequence[float],
+        lengths: Lengths | None = None,
         *,
         count_banks: bool = False,
         kernel: str | None = None,
@@ -218,16 +228,18 @@ class CpuBackend:
         operation = step.operation
         program = self.build(step, spec)
         descriptor = _read_descriptor(operation, program)
-        plan = read_plan(descriptor, self.multiprocessors)
+        plan = read_plan(descriptor, self.multiprocessors, step.takes_lengths)
         num_returned = len(plan.workspaces)
         if kernel is not None:
             _, plan, num_returned = one_kernel(step, plan, kernel)
-        sizes = sizes_of(tensors)
+        if step.takes_lengths and lengths is None:
+            lengths = Lengths()
+        sizes = sizes_of(tensors, lengths)
         workspace_bytes = plan.workspace_bytes(sizes)
         # The program fills its own addresses in: of each tensor, of its map, of each workspace.
         without_clusters = [1] * len(plan.kernels)
         packer = Packer(step, descriptor, plan, without_clusters, spec, simt_encoder(spec))
-        packed = packer(tensors, scalars)
+        packed = packer(tensors, scalars, lengths)
         if packed is None:
             return None, []
         params, blocks = packed
@@ -252,6 +264,20 @@ class CpuBackend:
                     address_at=getattr(fields, operand.name).offset,
                     map_at=getattr(fields, f"{operand.name}_map").offset if operand.strided else -1,
                     kind=_INPUT if is_input else _OUTPUT if kernel is None else _KEPT,
+                )
+            )
+        for name, t in zip(Lengths._fields, (lengths or ())[:3], strict=False):
+            if t is None:
+                continue
+            contents += [np.array([[0, t.nbytes]]), t.numpy()]
+            buffers.append(
+                _BufferRequest(
+                    name=name.encode(),
+                    segments=1,
+                    alignment=t.itemsize,  # so that an even seed's guard page is right behind it
+                    address_at=ctypes.sizeof(fields) + getattr(LengthsParams, name).offset,
+                    map_at=-1,
+                    kind=_INPUT,
                 )
             )
         for i, size in enumerate(workspace_bytes):

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UsageError
+from ..lengths import Lengths
 from ..problem import Specialization
 from ..step import Step
 from .backend import Call, empty_on_gpu, launch, not_enough_memory
@@ -27,7 +28,7 @@ from .launch import (
     LaunchDescriptor,
     Plan,
     descriptor_type,
-    params_type,
+    params_bytes,
     read_plan,
     sizes_of,
 )
@@ -123,10 +124,15 @@ class GpuBackend:
         return self._module(step, spec).resources
 
     def launch(
-        self, step: Step, *tensors: torch.Tensor, causal: bool, **scalars: float
+        self,
+        step: Step,
+        *tensors: torch.Tensor,
+        causal: bool,
+        lengths: Lengths | None = None,
+        **scalars: float,
     ) -> list[torch.Tensor]:
         """Launches the step on torch's current stream; returns before it has run."""
-        return launch(self, step, tensors, causal, scalars)
+        return launch(self, step, tensors, causal, lengths, scalars)
 
     def prepare(self, step: Step, spec: Specialization) -> Call:
         if reason := self.refusal(step, spec):
@@ -134,14 +140,22 @@ class GpuBackend:
         return partial(self._call, self._module(step, spec))
 
     def _call(
-        self, module: _Module, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
+        self,
+        module: _Module,
+        tensors: Sequence[torch.Tensor],
+        scalars: Sequence[float],
+        lengths: Lengths | None = None,
     ) -> list[torch.Tensor] | None:
+        if module.step.takes_lengths and lengths is None:
+            lengths = Lengths()
+        sizes = sizes_of(tensors, lengths)
         # Once freed, torch reuses it only for work later on the same stream.
-        workspace = self._allocate(module, sizes_of(tensors)) if module.plan.workspaces else []
+        workspace = self._allocate(module, sizes) if module.plan.workspaces else []
         # The bare handle, as torch's compiled code gets it: current_stream() makes an object.
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         addresses = [part.data_ptr() for part in workspace]
-        return workspace if module.launcher(tensors, scalars, addresses, stream) else None
+        launched = module.launcher(tensors, scalars, addresses, stream, lengths)
+        return workspace if launched else None
 
     @contextlib.contextmanager
     def _pushed_context(self):
@@ -185,7 +199,7 @@ class GpuBackend:
             assert size == ctypes.sizeof(descriptor), "launch.py and launch.h differ"
             starts_early = self._kernels_start_early(step, module)
             resources = parse_resources(build.log)
-            plan = read_plan(descriptor, self.multiprocessors)
+            plan = read_plan(descriptor, self.multiprocessors, step.takes_lengths)
             kernels, clusters = [], []
             for index, kernel in enumerate(plan.kernels):
                 name = kernel.name
@@ -237,7 +251,7 @@ class GpuBackend:
         attributes = self._bindings.CUfunction_attribute
         function = call("cuModuleGetFunction", module, kernel.name.encode())
         _, size = call("cuFuncGetParamInfo", function, 0)
-        assert size == ctypes.sizeof(params_type(step.operation)), "launch.py and launch.h differ"
+        assert size == params_bytes(step), "launch.py and launch.h differ"
         call(
             "cuFuncSetAttribute",
             function,

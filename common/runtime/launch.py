@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from ..errors import UsageError
+from ..lengths import Lengths
 from ..operation import SIZES, Operation
+from ..step import Step
 
 TENSOR_MAP_BYTES = 128
 PARAMS_ALIGNMENT = 128
@@ -36,6 +38,27 @@ def params_type(operation: Operation) -> type[ctypes.Structure]:
     size = ctypes.sizeof(type("Unaligned", (ctypes.Structure,), {"_fields_": fields}))
     fields += [("_padding", ctypes.c_uint8 * (-size % PARAMS_ALIGNMENT))]
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
+
+
+MOST_TILE_ROWS = 128  # as in lengths.h
+
+
+class LengthsParams(ctypes.Structure):
+    """struct Lengths of lengths.h: what kernels that take lengths take beyond params_type."""
+
+    _fields_ = [
+        ("cu_seqlens_q", ctypes.c_uint64),
+        ("cu_seqlens_k", ctypes.c_uint64),
+        ("seqused_k", ctypes.c_uint64),
+        ("sequences", ctypes.c_int32),
+        ("window_left", ctypes.c_int32),
+        ("window_right", ctypes.c_int32),
+    ]
+
+
+def params_bytes(step: Step) -> int:
+    """The size of the struct that the step's kernels take."""
+    return ctypes.sizeof(params_type(step.operation)) + PARAMS_ALIGNMENT * step.takes_lengths
 
 
 class Extent(ctypes.Structure):
@@ -146,11 +169,14 @@ class Plan:
         return not any_persistent
 
 
-def read_plan(descriptor: LaunchDescriptor, multiprocessors: int) -> Plan:
+def read_plan(
+    descriptor: LaunchDescriptor, multiprocessors: int, takes_lengths: bool = False
+) -> Plan:
     """The plan of a step on a device with this many multiprocessors.
 
     Raises UsageError for an invalid descriptor.
     """
+    num_sizes = len(SIZES) + takes_lengths
     alignment = descriptor.alignment
     if not descriptor.kernels[0].name or alignment < 1 or alignment & (alignment - 1):
         raise UsageError(
@@ -160,10 +186,10 @@ def read_plan(descriptor: LaunchDescriptor, multiprocessors: int) -> Plan:
     def axes(extents: Iterable[Extent]) -> Axes:
         found = tuple((extent.size, extent.tile) for extent in extents if extent.tile)
         for size, tile in found:
-            if size not in range(len(SIZES)) or tile < 0:
+            if size not in range(num_sizes) or tile < 0:
                 raise UsageError(
                     f"the launch descriptor has an axis of size {size} in tiles of {tile}: a size "
-                    f"is one of enum Size, 0 to {len(SIZES) - 1}, and a tile is positive"
+                    f"is one of enum Size, 0 to {num_sizes - 1}, and a tile is positive"
                 )
         return found
 
@@ -186,11 +212,19 @@ def read_plan(descriptor: LaunchDescriptor, multiprocessors: int) -> Plan:
     return Plan(kernels, workspaces)
 
 
-def sizes_of(tensors: Sequence) -> tuple[int, ...]:
-    """The sizes of a call in the order of SIZES, from its q and k."""
+def sizes_of(tensors: Sequence, lengths: Lengths | None = None) -> tuple[int, ...]:
+    """The sizes of a call in the order of SIZES, from its q and k; with lengths PADDED_Q, too."""
     batch, heads, seq_q, _ = tensors[0].shape
     _, kv_heads, seq_k, _ = tensors[1].shape
-    return batch, heads, kv_heads, seq_q, seq_k
+    sizes = batch, heads, kv_heads, seq_q, seq_k
+    if lengths is None:
+        return sizes
+    return *sizes, padded_queries(batch, seq_q, lengths.num_sequences(batch))
+
+
+def padded_queries(batch: int, seq_q: int, num_sequences: int) -> int:
+    """The size PADDED_Q of lengths.h."""
+    return batch * seq_q + MOST_TILE_ROWS * num_sequences
 
 
 def strides(t) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..lengths import Lengths
 from . import driver
 from .pack import UNFIT, Packer, library
 
@@ -60,6 +61,7 @@ class Launcher:
         scalars: Sequence[float],
         workspace: Sequence[int],
         stream: int,
+        lengths: Lengths | None = None,
     ) -> bool:
         """Launches on the stream, a CUstream; the rest is as Packer has it.
 
@@ -67,7 +69,7 @@ class Launcher:
         read their rows. Raises UsageError where no tensor map can describe one, RuntimeError where
         the driver does not launch.
         """
-        packed = self._packer.gather(tensors, scalars, workspace)
+        packed = self._packer.gather(tensors, scalars, lengths, workspace)
         failure = self._launch(*packed, self._pointer, ctypes.c_void_p(stream))
         if failure < UNFIT:
             status = driver.status_name(UNFIT - failure)

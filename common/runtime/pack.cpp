@@ -10,12 +10,14 @@
 namespace packing {
 
 constexpr int AXES = 4;         // batch, head, row, d
+constexpr int MAX_AXES = 5;     // of a map
 constexpr int MAX_KERNELS = 3;  // of a step
 constexpr int MAP_BYTES = 128, MAP_ALIGNMENT = 64;
 
 constexpr int UNFIT = -1;
 
 enum Size { BATCH, HEADS, KV_HEADS, SEQ_Q, SEQ_K, NUM_SIZES };  // as in launch.h
+constexpr int PADDED_Q = NUM_SIZES, MOST_TILE_ROWS = 128;       // as in lengths.h
 
 // As cuTensorMapEncodeTiled: a map of `rank` axes, the innermost one first. Strides are in bytes, and
 // the innermost axis has none.
@@ -45,9 +47,15 @@ struct Plan {
     int32_t head_dim, element_bytes;
     int32_t alignment;  // bytes that divide every row's address
     int32_t operands, workspaces, scalars;
+    int32_t lengths_at;  // bytes: where in the parameter Lengths are; 0: nowhere
     int32_t kernels;
     Operand operand[9];  // the first two are q and k
     Kernel kernel[MAX_KERNELS];
+};
+
+struct Lengths {                                    // as in lengths.h
+    int64_t cu_seqlens_q, cu_seqlens_k, seqused_k;  // addresses, or 0
+    int32_t sequences, window_left, window_right;
 };
 
 // How a strided operand lies: sizes and strides in elements.
@@ -81,15 +89,23 @@ bool fits(const Plan& plan, const Operand& operand, int64_t address, const Tenso
 int encode(const Plan& plan, const Operand& operand, int64_t address, const Tensor& t,
            unsigned char* map) {
     alignas(MAP_ALIGNMENT) unsigned char bits[MAP_BYTES] = {};
-    uint64_t sizes[AXES], strides[AXES - 1];
+    uint64_t sizes[MAX_AXES], strides[MAX_AXES - 1];
     for (int axis = 0; axis < AXES; ++axis) sizes[axis] = t.sizes[AXES - 1 - axis];
     for (int axis = 0; axis < AXES - 1; ++axis)
         strides[axis] = t.strides[AXES - 2 - axis] * plan.element_bytes;
-    const uint32_t box[AXES] = {uint32_t(operand.box_columns), uint32_t(operand.box_rows), 1, 1};
-    const uint32_t every_element[AXES] = {1, 1, 1, 1};
+    const bool is_ragged = plan.lengths_at != 0;
+    if (is_ragged) {  // as ragged.cuh has it: the fifth axis is the end of a sequence's rows
+        const uint64_t rows = sizes[1], row_bytes = strides[0];
+        sizes[AXES] = rows + 1;
+        strides[AXES - 1] = row_bytes;
+        address -= rows * row_bytes;
+    }
+    const uint32_t box[MAX_AXES] = {uint32_t(operand.box_columns), uint32_t(operand.box_rows), 1, 1,
+                                    1};
+    const uint32_t every_element[MAX_AXES] = {1, 1, 1, 1, 1};
     const int status =
-        plan.encode(bits, plan.data_type, AXES, reinterpret_cast<void*>(address), sizes, strides,
-                    box, every_element, 0, operand.swizzle, plan.l2_promotion, 0);
+        plan.encode(bits, plan.data_type, AXES + is_ragged, reinterpret_cast<void*>(address), sizes,
+                    strides, box, every_element, 0, operand.swizzle, plan.l2_promotion, 0);
     std::memcpy(map, bits, sizeof bits);
     return status;
 }
@@ -104,17 +120,23 @@ int64_t count_blocks(const Kernel& kernel, const int32_t* sizes) {
 }
 
 extern "C" {
-// Writes the parameter, and how many blocks each kernel has. Returns 0; or UNFIT where the tensors do
-// not fit together, or the step cannot read their rows; or 1 + i + 256 * the encoder's status where that
-// rejects the map of operand i. addresses are those of the operands and workspaces, tensors are the
-// strided operands.
+// Writes the parameter, and how many blocks each kernel has. Returns 0; or UNFIT where the tensors
+// do not fit together, or the step cannot read their rows; or 1 + i + 256 * the encoder's status
+// where that rejects the map of operand i. addresses are those of the operands and workspaces,
+// tensors are the strided operands; lengths are read where the plan has a place for them.
 int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, const double* scalars,
-         unsigned char* params, int64_t* blocks) {
+         const Lengths* lengths, unsigned char* params, int64_t* blocks) {
     const Tensor &q = tensors[0], &k = tensors[1];
     const int64_t given[NUM_SIZES] = {q.sizes[0], q.sizes[1], k.sizes[1], q.sizes[2], k.sizes[2]};
-    int32_t sizes[NUM_SIZES];
+    int32_t sizes[NUM_SIZES + 1] = {};
     for (int i = 0; i < NUM_SIZES; ++i) sizes[i] = given[i] <= INT32_MAX ? int32_t(given[i]) : 0;
     if (!are_valid(sizes)) return UNFIT;
+    if (plan->lengths_at) {
+        const int64_t rows = int64_t{sizes[BATCH]} * sizes[SEQ_Q];
+        const int64_t padded = rows + int64_t{MOST_TILE_ROWS} * lengths->sequences;
+        if (padded > INT32_MAX) return UNFIT;
+        sizes[PADDED_Q] = int32_t(padded);
+    }
 
     int num_strided = 0;
     for (int i = 0; i < plan->operands; ++i) num_strided += plan->operand[i].strided;
@@ -136,23 +158,27 @@ int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, cons
                 return 1 + i + 256 * status;
         map += MAP_BYTES;
     }
-    for (const int32_t size : sizes) write(stride, size);
+    for (int i = 0; i < NUM_SIZES; ++i) write(stride, sizes[i]);
     for (int i = 0; i < plan->scalars; ++i) write(stride, float(scalars[i]));
+    if (plan->lengths_at) std::memcpy(params + plan->lengths_at, lengths, sizeof *lengths);
     for (int i = 0; i < plan->kernels; ++i) blocks[i] = count_blocks(plan->kernel[i], sizes);
     return 0;
 }
 
-// The SIMT runtime's map. Its program has the tensor at another address.
-int encode_for_simt(void* map, int element_bytes, uint32_t, void* address, const uint64_t* sizes,
-                    const uint64_t* strides, const uint32_t* box, const uint32_t*, int, int swizzle,
-                    int, int) {
+// The SIMT runtime's map. Its program has the tensor at another address: a map of five axes begins
+// as many rows before that as the tensor has.
+int encode_for_simt(void* map, int element_bytes, uint32_t axes, void* address,
+                    const uint64_t* sizes, const uint64_t* strides, const uint32_t* box,
+                    const uint32_t*, int, int swizzle, int, int) {
     simt::TensorMapFields fields = {};
     fields.address = reinterpret_cast<uint64_t>(address);
-    for (int axis = 0; axis < AXES; ++axis) fields.sizes[axis] = int32_t(sizes[axis]);
-    for (int axis = 0; axis < AXES - 1; ++axis) {
+    fields.axes = int32_t(axes);
+    for (uint32_t axis = 0; axis < axes; ++axis) fields.sizes[axis] = int32_t(sizes[axis]);
+    for (uint32_t axis = 0; axis < axes - 1; ++axis) {
         if (strides[axis] >> 40) return 1;  // the driver's CUDA_ERROR_INVALID_VALUE
         fields.strides[axis] = int64_t(strides[axis]);
     }
+    if (axes > AXES) fields.begin = -fields.sizes[1] * fields.strides[0];
     fields.box_columns = int32_t(box[0]);
     fields.box_rows = int32_t(box[1]);
     fields.swizzle = swizzle;
@@ -211,10 +237,11 @@ int launch_kernel(const Launcher& launcher, const LoadedKernel& kernel, int64_t 
 }
 
 int launch_here(const Plan& plan, const int64_t* addresses, const Tensor* tensors,
-                const double* scalars, const Launcher& launcher, void* stream) {
+                const double* scalars, const Lengths* lengths, const Launcher& launcher,
+                void* stream) {
     unsigned char params[MAX_PARAMS_BYTES] = {};
     int64_t blocks[MAX_KERNELS];
-    if (const int failure = pack(&plan, addresses, tensors, scalars, params, blocks))
+    if (const int failure = pack(&plan, addresses, tensors, scalars, lengths, params, blocks))
         return failure;
     for (int i = 0; i < plan.kernels; ++i)
         if (const int status =
@@ -227,13 +254,13 @@ extern "C" {
 // Packs, and launches the kernels in order. Returns what pack() does; or UNFIT - the driver's status
 // where that fails, and then launches no more. The thread may be in another context, or in none.
 int launch(const Plan* plan, const int64_t* addresses, const Tensor* tensors, const double* scalars,
-           const Launcher* launcher, void* stream) {
+           const Lengths* lengths, const Launcher* launcher, void* stream) {
     Context current = nullptr;
     if (const int status = launcher->get_context(&current)) return UNFIT - status;
     const bool is_elsewhere = current != launcher->context;
     if (is_elsewhere)
         if (const int status = launcher->push_context(launcher->context)) return UNFIT - status;
-    const int failure = launch_here(*plan, addresses, tensors, scalars, *launcher, stream);
+    const int failure = launch_here(*plan, addresses, tensors, scalars, lengths, *launcher, stream);
     if (is_elsewhere) launcher->pop_context(&current);
     return failure;
 }

@@ -13,12 +13,21 @@ from typing import NoReturn
 import torch
 
 from ..errors import UsageError
+from ..lengths import Lengths
 from ..operation import SIZES
 from ..problem import Specialization
 from ..step import Step
 from .backend import DTYPES
 from .build import compile_cached, host_compiler
-from .launch import Extent, LaunchDescriptor, Plan, params_type, strides
+from .launch import (
+    Extent,
+    LaunchDescriptor,
+    LengthsParams,
+    Plan,
+    params_bytes,
+    params_type,
+    strides,
+)
 from .tensor_map import MAX_STRIDE, MapEncoder, checked_boxes
 
 SOURCE = Path(__file__).with_name("pack.cpp")
@@ -61,6 +70,7 @@ class _Plan(ctypes.Structure):
         ("operands", ctypes.c_int32),
         ("workspaces", ctypes.c_int32),
         ("scalars", ctypes.c_int32),
+        ("lengths_at", ctypes.c_int32),
         ("kernels", ctypes.c_int32),
         ("operand", _Operand * 9),
         ("kernel", _Kernel * 3),
@@ -104,7 +114,8 @@ class Packer:
         self._addresses = struct.Struct(f"{len(operation.operands) + operation.workspaces}q").pack
         self._layouts = struct.Struct(f"{8 * len(operation.strided)}q").pack
         self._scalars = struct.Struct(f"{len(operation.scalars)}d").pack
-        self._params_bytes = ctypes.sizeof(params_type(operation))
+        self._params_bytes = params_bytes(step)
+        self._takes_lengths = step.takes_lengths
         self._plan = _Plan(
             encoder.function,
             encoder.data_type,
@@ -115,6 +126,7 @@ class Packer:
             len(operation.operands),
             operation.workspaces,
             len(operation.scalars),
+            ctypes.sizeof(params_type(operation)) if step.takes_lengths else 0,
             len(plan.kernels),
         )
         boxes = checked_boxes(step, descriptor, DTYPES[spec.dtype])
@@ -135,12 +147,13 @@ class Packer:
         self,
         tensors: Sequence[torch.Tensor],
         scalars: Sequence[float],
+        lengths: Lengths | None,
         workspace: Sequence[int],
     ) -> tuple:
         """The first arguments of pack.cpp's functions.
 
         The tensors are in the order of the operands, the workspaces at addresses, and a strided
-        operand has four axes.
+        operand has four axes. Lengths are for a step that takes them.
         """
         addresses = [t.data_ptr() for t in tensors]
         addresses += workspace
@@ -154,6 +167,7 @@ class Packer:
             self._addresses(*addresses),
             self._layouts(*layouts),
             self._scalars(*scalars),
+            _pack(lengths or Lengths(), tensors) if self._takes_lengths else None,
         )
 
     def accepts(self, failure: int, tensors: Sequence[torch.Tensor]) -> bool:
@@ -165,7 +179,10 @@ class Packer:
         return failure == 0
 
     def __call__(
-        self, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
+        self,
+        tensors: Sequence[torch.Tensor],
+        scalars: Sequence[float],
+        lengths: Lengths | None = None,
     ) -> tuple[bytes, list[int]] | None:
         """The parameter, without workspaces, and the number of each kernel's blocks.
 
@@ -173,7 +190,7 @@ class Packer:
         """
         params = ctypes.create_string_buffer(self._params_bytes)
         blocks = (ctypes.c_int64 * self._plan.kernels)()
-        failure = library().pack(*self.gather(tensors, scalars, ()), params, blocks)
+        failure = library().pack(*self.gather(tensors, scalars, lengths, ()), params, blocks)
         return (params.raw, blocks[:]) if self.accepts(failure, tensors) else None
 
     def _refuse(self, failure: int, tensors: Sequence[torch.Tensor]) -> NoReturn:
@@ -189,3 +206,12 @@ class Packer:
                 f"{list(t.shape)} with strides of {byte_strides} bytes"
             )
         raise UsageError(f"{told}: pass {name}.contiguous()")
+
+
+def _pack(lengths: Lengths, tensors: Sequence[torch.Tensor]) -> bytes:
+    """What a step that takes lengths gets of them."""
+    addresses = [0 if t is None else t.data_ptr() for t in lengths[:3]]
+    num_sequences = lengths.num_sequences(tensors[0].shape[0])
+    return bytes(
+        LengthsParams(*addresses, num_sequences, lengths.window_left, lengths.window_right)
+    )

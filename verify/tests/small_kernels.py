@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.lengths import Lengths
 from common.runtime.cpu import CpuBackend, SimtError
 from common.step import Step, read_step
 
@@ -18,7 +19,7 @@ SOURCE = """\
 // change: none
 // why: none
 // limits: bf16, fp16, fp32; head_dim 8-256 by 8; sm_75
-#include "attention.cuh"
+{taken}#include "{header}.cuh"
 
 {globals}
 
@@ -38,7 +39,7 @@ __constant__ LaunchDescriptor launch_descriptor = {{
 }};
 
 // One block a query.
-__global__ void test_kernel(const __grid_constant__ AttentionParams p) {{
+__global__ void test_kernel(const __grid_constant__ {params} p) {{
     const int t = threadIdx.x;
     const int block = blockIdx.x;
     Layout& smem = shared_memory<Layout>();
@@ -59,12 +60,18 @@ def write_step(
     layout: str = "float first[32], second[32]; int counter;",
     boxes: str = "",
     in_front: str = "",
+    takes_lengths: bool = False,
 ) -> Step:
     """boxes: fields of the launch descriptor, each before a comma; in_front: kernels, likewise."""
     path = folder / f"{name}.cu"
     path.write_text(
         SOURCE.format(
             name=name,
+            taken="// taken: only for lengths and windows; a test is for them\n"
+            if takes_lengths
+            else "",
+            header="attention_lengths" if takes_lengths else "attention",
+            params="LengthsParams" if takes_lengths else "AttentionParams",
             body=body,
             threads=threads,
             globals=globals_,
@@ -85,12 +92,13 @@ def run(
     o: torch.Tensor | None = None,
     num_lse: int = 1,
     scenario: int = 0,
+    lengths: Lengths | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse [num_lse] of test_kernel with k = v = q; scenario is its p.softmax_scale."""
     q = torch.zeros(1, 1, 2, 8) if q is None else q
     o = torch.zeros_like(q) if o is None else o
     lse = torch.zeros(num_lse)
-    backend.launch(step, q, q, q, o, lse, causal=False, softmax_scale=scenario)
+    backend.launch(step, q, q, q, o, lse, causal=False, lengths=lengths, softmax_scale=scenario)
     return o, lse
 
 

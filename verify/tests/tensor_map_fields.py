@@ -12,11 +12,17 @@ class TensorMapFields(ctypes.Structure):
 
     _fields_ = [
         ("address", ctypes.c_uint64),
-        ("sizes", ctypes.c_int32 * 4),
-        ("strides", ctypes.c_int64 * 3),
+        ("begin", ctypes.c_int64),
+        ("axes", ctypes.c_int32),
+        ("sizes", ctypes.c_int32 * 5),
+        ("strides", ctypes.c_int64 * 4),
         ("box_columns", ctypes.c_int32),
         ("box_rows", ctypes.c_int32),
         ("swizzle", ctypes.c_int32),
         ("valid", ctypes.c_int32),
         ("element_bytes", ctypes.c_int32),
     ]
+
+    def lies(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The sizes and the strides of its axes."""
+        return tuple(self.sizes[: self.axes]), tuple(self.strides[: self.axes - 1])

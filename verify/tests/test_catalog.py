@@ -50,8 +50,8 @@ MALFORMED = {
     "no reason": (lambda path: replace(path, "// why:", "// draft:\n// why:"), "must say why, as"),
     "not taken": (
         lambda path: replace(path, "// why:", "// taken: seldom\n// why:"),
-        'must read like "only with deterministic=True; why" or, of a forward step, "only for few '
-        'queries; why", not '
+        'must read like "only with deterministic=True; why", "only for lengths and windows; why" '
+        'or, of a forward step, "only for few queries; why", not '
         "'seldom'",
     ),
     "no parts": (
@@ -254,19 +254,20 @@ def test_wrong_limits_are_one_clear_line(tmp_path, old, new, told):
 
 
 @pytest.mark.parametrize(
-    ("taken", "only_deterministic", "only_few_queries"),
+    ("taken", "condition"),
     [
-        ("", False, False),
-        ("\n// taken: only with deterministic=True; slower", True, False),
-        ("\n// taken: only for few queries; for more,\n//     slower", False, True),
+        ("", None),
+        ("\n// taken: only with deterministic=True; slower", "only_deterministic"),
+        ("\n// taken: only for few queries; for more,\n//     slower", "only_few_queries"),
+        ("\n// taken: only for lengths and windows; slower", "takes_lengths"),
     ],
 )
-def test_where_a_step_is_taken(tmp_path, taken, only_deterministic, only_few_queries):
+def test_where_a_step_is_taken(tmp_path, taken, condition):
     step = read_step(write(tmp_path, LIMITS + taken))
-    assert step.only_deterministic == only_deterministic
-    assert step.only_few_queries == only_few_queries
-    assert step.is_candidate() == (not taken)
-    assert step.is_candidate(deterministic=True) == (not only_few_queries)
+    for each in ("only_deterministic", "only_few_queries", "takes_lengths"):
+        assert getattr(step, each) is (each == condition)
+    assert step.is_candidate() == (condition is None)
+    assert step.is_candidate(deterministic=True) == (condition in (None, "only_deterministic"))
 
 
 @pytest.mark.parametrize(
@@ -277,10 +278,16 @@ def test_where_a_step_is_taken(tmp_path, taken, only_deterministic, only_few_que
         "for few queries; slower",
         "only for many queries; slower",
         "only with deterministic=True, only for few queries; slower",
+        "only for lengths and windows",
+        "only for lengths; slower",
+        "only for windows and lengths; slower",
     ],
 )
 def test_a_wrong_taken_is_one_clear_line(tmp_path, wrong):
-    told = f"v99_x.cu: 'taken:' must .* \"only for few queries; why\", not '{wrong}'$"
+    told = (
+        "v99_x.cu: 'taken:' must .* \"only for lengths and windows; why\" or, of a forward step, "
+        f"\"only for few queries; why\", not '{wrong}'$"
+    )
     with pytest.raises(UsageError, match=told):
         read_step(write(tmp_path, f"{LIMITS}\n// taken: {wrong}"))
 
@@ -291,6 +298,14 @@ def test_no_backward_step_is_for_few_queries(tmp_path):
     path.write_text(path.read_text().replace("v99", "b99"))
     with pytest.raises(UsageError, match="of a forward step"):
         read_step(path)
+
+
+def test_a_backward_step_may_take_lengths(tmp_path):
+    path = write(tmp_path, LIMITS + "\n// taken: only for lengths and windows; slower")
+    path.write_text(path.read_text().replace("v99", "b99"))
+    step = read_step(path)
+    assert step.takes_lengths
+    assert not step.is_candidate()
 
 
 @pytest.mark.parametrize(

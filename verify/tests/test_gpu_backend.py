@@ -12,17 +12,20 @@ import torch
 
 from common.catalog import find_step
 from common.errors import UsageError
+from common.lengths import UNLIMITED, Lengths
 from common.paths import ROOT
 from common.problem import Specialization
 from common.runtime import driver
 from common.runtime.backend import empty_on_gpu
+from common.runtime.launch import LengthsParams
 from common.runtime.pack import library
-from verify.tests.fake_gpu import CONTEXT, INVALID_VALUE, STREAM, Gpu
+from verify.tests.fake_gpu import CONTEXT, INVALID_VALUE, PARAMS, STREAM, Gpu
 from verify.tests.tensor_map_fields import TensorMapFields
 
 V01 = find_step("v01")
 # Without a workspace, whose address may change from call to call.
 V11 = find_step("v11")
+V14 = find_step("v14")  # takes lengths
 SPEC = Specialization(64, "bf16", causal=False)
 
 
@@ -41,7 +44,9 @@ def tensors() -> tuple[torch.Tensor, ...]:
 def encoded(params, name: str) -> tuple[int, ...]:
     """A map's address, sizes and strides in bytes, innermost axis first."""
     fields = TensorMapFields.from_buffer_copy(getattr(params, f"{name}_map"))
-    return fields.address, *fields.sizes, *fields.strides
+    assert (fields.begin, fields.axes) == (0, 4)
+    sizes, byte_strides = fields.lies()
+    return fields.address, *sizes, *byte_strides
 
 
 @pytest.mark.parametrize("index", range(5))
@@ -84,6 +89,32 @@ def test_a_growing_cache_is_prepared_once(fake, tensors, monkeypatch) -> None:
             assert encoded(params, name) == (t.data_ptr(), *sizes, *byte_strides)
             strides = getattr(params, f"{name}_stride")
             assert (strides.batch, strides.head, strides.row) == (0, 64 * head, 64)
+
+
+def test_lengths_are_packed(fake, tensors) -> None:
+    """All kernels get them, and what a call has been told does not last until the next one."""
+    fake.driver.params = type(
+        "Params", (PARAMS,), {"_fields_": [*LengthsParams._fields_, ("_end", ctypes.c_uint8 * 88)]}
+    )
+    call = fake.backend.prepare(V14, SPEC)
+    starts, others, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 9], [0, 9, 9], [1]))
+    told = [
+        Lengths(starts, others, None, 3, 0),
+        Lengths(seqused_k=used, window_left=5),
+        None,
+    ]
+    expected = [
+        (starts.data_ptr(), others.data_ptr(), 0, 2, 3, 0),
+        (0, 0, used.data_ptr(), 1, 5, UNLIMITED),
+        (0, 0, 0, 1, UNLIMITED, UNLIMITED),
+    ]
+    for lengths, fields in zip(told, expected, strict=True):
+        assert call(tensors, [0.5], lengths)
+        for launch in fake.driver.launches[-2:]:
+            found = [getattr(launch.params, name) for name, _ in LengthsParams._fields_]
+            assert tuple(found) == fields
+            assert (launch.params.q, launch.params.seq_q) == (tensors[0].data_ptr(), 9)
+    assert len(fake.driver.launches) == 6  # v14 has two kernels
 
 
 def test_a_new_workspace_is_packed(fake, tensors) -> None:

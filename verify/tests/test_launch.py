@@ -10,7 +10,8 @@ import torch
 
 from common.catalog import find_step
 from common.errors import UsageError
-from common.operation import BACKWARD, FORWARD
+from common.lengths import Lengths
+from common.operation import BACKWARD, FORWARD, Operation
 from common.paths import ROOT
 from common.problem import Specialization
 from common.runtime import launch, launcher, pack
@@ -20,21 +21,39 @@ from common.step import read_step
 from verify.tests.small_kernels import run, write_step
 from verify.tests.tensor_map_fields import VALID_TENSOR_MAP, TensorMapFields
 
+
+def with_lengths(operation: Operation) -> type[ctypes.Structure]:
+    """All that the kernels of a step take that takes lengths."""
+    padding = ctypes.c_uint8 * (launch.PARAMS_ALIGNMENT - ctypes.sizeof(launch.LengthsParams))
+    fields = [*launch.LengthsParams._fields_, ("_padding", padding)]
+    return type("LengthsParams", (launch.params_type(operation),), {"_fields_": fields})
+
+
+PARAMS = {
+    "v13": launch.params_type(FORWARD),
+    "v14": with_lengths(FORWARD),
+    "b10": launch.params_type(BACKWARD),
+    "b11": with_lengths(BACKWARD),
+}
 STRUCTS = {
     "Strides": launch._Strides,
-    "AttentionParams": launch.params_type(FORWARD),
+    "AttentionParams": PARAMS["v13"],
+    "LengthsParams": PARAMS["v14"],
     "Extent": launch.Extent,
     "KernelLaunch": launch._KernelLaunch,
     "Workspace": launch._Workspace,
     "Box": launch.Box,
     "LaunchDescriptor": launch.descriptor_type(FORWARD),
-    "BackwardParams": launch.params_type(BACKWARD),
+    "BackwardParams": PARAMS["b10"],
+    "BackwardLengthsParams": PARAMS["b11"],
     "BackwardDescriptor": launch.descriptor_type(BACKWARD),
     "simt::TensorMapFields": TensorMapFields,
     "packing::Operand": pack._Operand,
     "packing::Extent": launch.Extent,
     "packing::Kernel": pack._Kernel,
     "packing::Plan": pack._Plan,
+    "Lengths": launch.LengthsParams,
+    "packing::Lengths": launch.LengthsParams,
     "packing::LoadedKernel": launcher.LoadedKernel,
     "packing::Launcher": launcher._Launcher,
 }
@@ -42,11 +61,13 @@ PROGRAM = """
 #include <stddef.h>
 #include <stdio.h>
 using Element = uint16_t;
-#include "backward.h"
+#include "lengths.h"
 #include "simt/tensor_map.h"
 #include "pack.cpp"
 int main() {{
     {statements}
+    printf("%d %d\\n", MOST_TILE_ROWS, PADDED_Q);
+    printf("%d %d\\n", packing::MOST_TILE_ROWS, packing::PADDED_Q);
     printf("%d %d\\n", simt::VALID_TENSOR_MAP, packing::MAX_PARAMS_BYTES);
 }}
 """
@@ -60,7 +81,7 @@ def field_names(struct: type[ctypes.Structure]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def told_by_cpp(tmp_path_factory) -> list[int]:
-    """Each struct's size and its fields' offsets and sizes, then the two constants."""
+    """Each struct's size and its fields' offsets and sizes, then the constants."""
     statements = []
     for name, struct in STRUCTS.items():
         statements.append(f'printf("%zu\\n", sizeof({name}));')
@@ -73,6 +94,7 @@ def told_by_cpp(tmp_path_factory) -> list[int]:
     command = [
         *host_compiler(),
         "-std=c++20",
+        "-Wno-invalid-offsetof",  # of a struct with a base
         "-include",
         "stdint.h",
         f"-I{ROOT / 'common' / 'runtime'}",
@@ -89,12 +111,14 @@ def test_structs_have_the_same_layout_in_python_and_cpp(told_by_cpp) -> None:
         for field in field_names(struct):
             place = getattr(struct, field)
             assert (next(numbers), next(numbers)) == (place.offset, place.size), f"{name}.{field}"
+    for _ in ("lengths.h", "pack.cpp"):
+        assert (next(numbers), next(numbers)) == (launch.MOST_TILE_ROWS, SIZE_PADDED_Q)
     assert next(numbers) == VALID_TENSOR_MAP
     max_params_bytes = next(numbers)
-    for operation in (FORWARD, BACKWARD):
-        params_bytes = ctypes.sizeof(launch.params_type(operation))
-        assert params_bytes % 128 == 0, "nvcc's alignas(128)"
-        assert params_bytes <= max_params_bytes
+    for step, struct in PARAMS.items():
+        assert launch.params_bytes(find_step(step)) == ctypes.sizeof(struct)
+        assert ctypes.sizeof(struct) % 128 == 0, "nvcc's alignas(128)"
+        assert ctypes.sizeof(struct) <= max_params_bytes
 
 
 LAUNCHES = """
@@ -147,6 +171,7 @@ def descriptor(blocks_per_sm: int) -> launch.LaunchDescriptor:
 
 
 SIZE_BATCH, SIZE_HEADS, SIZE_SEQ_Q, SIZE_SEQ_K = 0, 1, 3, 4  # of enum Size
+SIZE_PADDED_Q = 5  # of lengths.h
 SIZES = (2, 3, 1, 200, 100)  # in their order; 3 heads x 4 tiles of 64 queries
 
 
@@ -190,6 +215,42 @@ def test_grids_of_as_many_tiles_as_there_can_be():
     many.kernels[0].grid[2] = launch.Extent(SIZE_SEQ_K, 1)
     many.kernels[0].grid[3] = launch.Extent(SIZE_BATCH, 1)
     assert count_blocks(many, 1) == [12 * 100 * 2]
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("sequences", [None, 3])
+def test_queries_with_whole_tiles_for_each_sequence(sequences):
+    """One block for 64 of them, and some bytes of a workspace: each batch is a sequence, if none
+    are packed.
+    """
+    padded = descriptor(0)
+    padded.kernels[0].grid[0] = launch.Extent(SIZE_PADDED_Q, 64)
+    padded.workspace[0].element_bytes = 24
+    padded.workspace[0].shape[0] = launch.Extent(SIZE_PADDED_Q, 64)
+    batch, lengths, rows = 2, Lengths(), 400 + 2 * 128
+    if sequences:
+        starts = torch.tensor([0, 50, 50, 200], dtype=torch.int32)
+        batch, lengths, rows = 1, Lengths(starts, starts), 200 + 3 * 128
+    q = torch.zeros(batch, 3, 200, 64, dtype=BF16)
+    tensors = (q, q, q, q, q[..., 0].float())
+    spec, plan = Specialization(64, "bf16", causal=False), launch.read_plan(padded, 132, True)
+    packer = pack.Packer(find_step("v14"), padded, plan, [1], spec, pack.simt_encoder(spec))
+    _, blocks = packer(tensors, [1.0], lengths)
+    assert blocks == [3 * -(-rows // 64)]
+    sizes = launch.sizes_of(tensors, lengths)
+    assert sizes == (batch, 3, 3, 200, 200, rows)
+    assert plan.workspace_bytes(sizes) == [24 * -(-rows // 64) * 64]
+    if batch == 2:
+        assert packer(tensors, [1.0]) == packer(tensors, [1.0], lengths)
+    too_many = torch.zeros(1, dtype=torch.int32).expand(2**24 + 1)  # 128 rows of each
+    assert packer(tensors, [1.0], Lengths(too_many, too_many)) is None
+    with pytest.raises(UsageError, match=r"axis of size 5 in .* enum Size, 0 to 4"):
+        launch.read_plan(padded, 132)
+    padded.kernels[0].grid[0] = launch.Extent(SIZE_PADDED_Q + 1, 64)
+    with pytest.raises(UsageError, match=r"axis of size 6 in .* enum Size, 0 to 5"):
+        launch.read_plan(padded, 132, True)
 
 
 @pytest.mark.parametrize("alignment", [-16, 0, 12])

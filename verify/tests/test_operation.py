@@ -86,7 +86,7 @@ def test_flops_of_a_mask_are_those_of_the_visible_keys() -> None:
 
 def make_packer(operation: Operation, spec: Specialization, encoder: MapEncoder, **boxes: Box):
     """Of a step of the operation, with tensor maps that have these boxes."""
-    step = SimpleNamespace(name="x01", operation=operation)
+    step = SimpleNamespace(name="x01", operation=operation, takes_lengths=False)
     descriptor = descriptor_type(operation)(alignment=16)
     for name, box in boxes.items():
         setattr(descriptor, f"{name}_box", box)
@@ -107,7 +107,7 @@ def test_another_operation_is_packed() -> None:
     assert ctypes.sizeof(params) % 128 == 0
     fields = TensorMapFields.from_buffer_copy(params.do_map)
     assert (fields.address, fields.element_bytes) == (do.data_ptr(), 4)
-    assert (list(fields.sizes), list(fields.strides)) == ([8, 3, 4, 1], [64, 192, 0])
+    assert fields.lies() == ((8, 3, 4, 1), (64, 192, 0))
     assert (fields.box_rows, fields.box_columns) == (2, 4)
     assert bytes(params.k_map) == bytes(128)
     addresses = params.q, params.k, params.do, params.delta, params.dq

@@ -35,49 +35,84 @@ from verify.layouts import contiguous, expanded, packed, padded, transposed
 from verify.tests.tensor_map_fields import VALID_TENSOR_MAP, TensorMapFields
 
 NONE, B32, B64, B128 = range(4)  # enum Swizzle
+RAGGED = "v14"  # its maps have five axes
 BF16 = torch.bfloat16
 
 
 def encode(
-    t: torch.Tensor, box: Box, alignment: int = 16, encoder: Callable = simt_encoder
+    t: torch.Tensor,
+    box: Box,
+    alignment: int = 16,
+    encoder: Callable = simt_encoder,
+    step: str = "v08",
 ) -> bytes:
-    """The map of k that a step with this box gets of t."""
+    """The map of k that the step gets of t, if this is its box."""
     descriptor = descriptor_type(FORWARD)(alignment=alignment, k_box=box)
     spec = specialization([t], causal=False)
-    packer = Packer(find_step("v08"), descriptor, Plan((), ()), [], spec, encoder(spec))
+    packer = Packer(find_step(step), descriptor, Plan((), ()), [], spec, encoder(spec))
     batch, heads, _, head_dim = t.shape
     q = torch.empty(batch, heads, 1, head_dim, dtype=t.dtype, device=t.device)
     packed, _ = packer((q, t, t, q, q[..., 0]), [1.0])
     return bytes(params_type(FORWARD).from_buffer_copy(packed).k_map)
 
 
-def fields_of(t: torch.Tensor, box: Box) -> TensorMapFields:
-    bits = encode(t, box)
+def fields_of(t: torch.Tensor, box: Box, step: str = "v08") -> TensorMapFields:
+    bits = encode(t, box, step=step)
     assert len(bits) == TENSOR_MAP_BYTES
     return TensorMapFields.from_buffer_copy(bits)
 
 
-@pytest.mark.parametrize(
-    ("layout", "byte_strides"),
-    [
-        (contiguous, (128, 896, 2688)),
-        (transposed, (384, 128, 2688)),
-        (packed, (1152, 128, 8064)),
-        (padded, (144, 1296, 5184)),
-        (expanded, (128, 0, 896)),
-    ],
-)
+LAYOUTS = [
+    (contiguous, (128, 896, 2688)),
+    (transposed, (384, 128, 2688)),
+    (packed, (1152, 128, 8064)),
+    (padded, (144, 1296, 5184)),
+    (expanded, (128, 0, 896)),
+]
+
+
+@pytest.mark.parametrize(("layout", "byte_strides"), LAYOUTS)
 def test_a_map_says_how_the_tensor_lies(layout, byte_strides) -> None:
     _, t = layout((2, 3, 7, 64), dtype=BF16)
     fields = fields_of(t, Box(16, 64, B128))
-    assert (tuple(fields.sizes), tuple(fields.strides)) == ((64, 7, 3, 2), byte_strides)
+    assert fields.lies() == ((64, 7, 3, 2), byte_strides)
+    assert (fields.begin, fields.axes) == (0, 4)
     assert (fields.box_rows, fields.box_columns, fields.swizzle) == (16, 64, B128)
     assert (fields.valid, fields.element_bytes) == (VALID_TENSOR_MAP, 2)
 
 
 def test_strides_without_a_meaning_are_zero() -> None:
     t = torch.zeros(7 * 64, dtype=BF16).as_strided((1, 1, 7, 64), (3, 5, 64, 1))
-    assert tuple(fields_of(t, Box(16, 64, B128)).strides) == (128, 0, 0)
+    assert fields_of(t, Box(16, 64, B128)).lies()[1] == (128, 0, 0)
+
+
+# ---- of steps that take lengths: ragged ones, whose fifth axis says where the rows end
+
+
+@pytest.mark.parametrize(("layout", "byte_strides"), LAYOUTS)
+def test_a_ragged_map_begins_as_many_rows_before_the_tensor(layout, byte_strides) -> None:
+    _, t = layout((2, 3, 7, 64), dtype=BF16)
+    fields = fields_of(t, Box(16, 64, B128), RAGGED)
+    row_bytes = byte_strides[0]
+    assert fields.lies() == ((64, 7, 3, 2, 8), (*byte_strides, row_bytes))
+    assert (fields.begin, fields.axes) == (-7 * row_bytes, 5)
+    assert fields.address == t.data_ptr() - 7 * row_bytes
+    assert (fields.box_rows, fields.box_columns, fields.swizzle) == (16, 64, B128)
+    assert (fields.valid, fields.element_bytes) == (VALID_TENSOR_MAP, 2)
+
+
+def test_a_ragged_map_of_one_row_begins_there() -> None:
+    """Its row stride has no meaning, and is 0."""
+    _, t = padded((2, 3, 1, 64), dtype=BF16)
+    fields = fields_of(t, Box(16, 64, B128), RAGGED)
+    assert fields.lies() == ((64, 1, 3, 2, 2), (0, 432, 1728, 0))
+    assert (fields.begin, fields.address) == (0, t.data_ptr())
+
+
+def test_a_row_stride_of_a_terabyte_is_refused_in_a_ragged_map() -> None:
+    t = torch.empty(0, dtype=BF16, device="meta").as_strided((1, 1, 2, 64), (0, 0, 2**39, 1))
+    with pytest.raises(UsageError, match=r"v14 copies k .* k has one of 1099511627776: pass k"):
+        encode(t, Box(16, 64, B128), step=RAGGED)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +252,7 @@ __global__ void test_kernel(const __grid_constant__ AttentionParams p) {
         *told++ = fields.valid && fields.address == reinterpret_cast<uintptr_t>(at);
         *told++ = fields.strides[0] == 2 * stride.row && fields.strides[1] == 2 * stride.head &&
                   fields.strides[2] == 2 * stride.batch;
-        for (int size : fields.sizes) *told++ = size;
+        for (int axis = 0; axis < 4; ++axis) *told++ = fields.sizes[axis];
         *told++ = fields.box_rows;
         *told++ = fields.box_columns;
         *told++ = fields.swizzle;
@@ -251,31 +286,56 @@ def test_a_kernel_on_the_cpu_gets_the_maps(tmp_path, seed: int) -> None:
     ]
 
 
+def encoded_by_bindings(
+    address: int, sizes: list[int], byte_strides: list[int], rows: int
+) -> bytes:
+    """The driver's map, from cuda-bindings."""
+    driver = bindings()
+    axes = len(sizes)
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        axes,
+        address,
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(stride) for stride in byte_strides],
+        [driver.cuuint32_t(size) for size in (64, rows, 1, 1, 1)[:axes]],
+        [driver.cuuint32_t(1)] * axes,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    assert not status
+    return ctypes.string_at(encoded.getPtr(), TENSOR_MAP_BYTES)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", [contiguous, transposed, packed, padded, expanded])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_driver_takes_every_layout(layout, batch: int) -> None:
     """The bits are those that cuda-bindings get."""
-    driver = bindings()
     _, t = layout((batch, 3, 7, 64), dtype=BF16, device="cuda")
+    sizes = [*reversed(t.shape)]
     byte_strides = [2 * stride for stride in reversed(strides(t))]
     for rows in (16, 32):
-        status, expected = driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            4,
-            t.data_ptr(),
-            [driver.cuuint64_t(size) for size in reversed(t.shape)],
-            [driver.cuuint64_t(stride) for stride in byte_strides],
-            [driver.cuuint32_t(size) for size in (64, rows, 1, 1)],
-            [driver.cuuint32_t(1)] * 4,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-        assert not status
-        bits = ctypes.string_at(expected.getPtr(), TENSOR_MAP_BYTES)
-        assert encode(t, Box(rows, 64, B128), encoder=driver_encoder) == bits
+        expected = encoded_by_bindings(t.data_ptr(), sizes, byte_strides, rows)
+        assert encode(t, Box(rows, 64, B128), encoder=driver_encoder) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [contiguous, transposed, packed, padded, expanded])
+@pytest.mark.parametrize(("batch", "seq"), [(1, 7), (2, 7), (2, 1)])
+def test_the_driver_takes_a_ragged_map_of_every_layout(layout, batch: int, seq: int) -> None:
+    """It begins before the tensor, which may be the first in its memory."""
+    _, t = layout((batch, 3, seq, 64), dtype=BF16, device="cuda")
+    sizes = [*reversed(t.shape), seq + 1]
+    byte_strides = [2 * stride for stride in reversed(strides(t))]
+    byte_strides.append(byte_strides[0])
+    begin = t.data_ptr() - seq * byte_strides[0]
+    for rows in (16, 32):
+        expected = encoded_by_bindings(begin, sizes, byte_strides, rows)
+        found = encode(t, Box(rows, 64, B128), encoder=driver_encoder, step=RAGGED)
+        assert found == expected
 
 
 @pytest.mark.gpu

@@ -1,15 +1,16 @@
 // What every forward step includes, for the host compiler: the twin of
-// common/runtime/device/attention.cuh, and the runtime that executes kernels on a CPU to check them. It is a checker, not a timer, and
-// hostile on purpose: the order of blocks and threads is drawn from a seed; threads fall far behind
-// after an arrive or the start of a copy, blocks after a signal; waits that may fail do; memory and
-// variables start as NaN; buffers end at guard pages; threads that wait for each other in vain are
-// reported, and so are accesses to shared memory that no barrier orders, and those of two blocks to
-// global memory that no signal does.
+// common/runtime/device/attention.cuh, and the runtime that executes kernels on a CPU to check
+// them. It is a checker, not a timer, and hostile on purpose: the order of blocks and threads is
+// drawn from a seed; threads fall far behind after an arrive or the start of a copy, blocks after a
+// signal; waits that may fail do; memory and variables start as NaN; buffers end at guard pages;
+// threads that wait for each other in vain are reported, and so are accesses to shared memory that
+// no barrier orders, and those of two blocks to global memory that no signal does.
 //
 // Included by steps; what a header only declares has its body in the .cpp file of the same name:
 //
 //     backward.cuh  instead of this one, in steps of the backward ladder
-//     elements.cuh  what both begin with
+//     attention_lengths.cuh, backward_lengths.cuh    likewise, where steps take lengths and windows
+//     elements.cuh  what all of them begin with
 //     cuda.h        keywords, vector types, maths    element.h    bf16 and fp16
 //     warp.h        shuffles and votes               block.h      __syncthreads, shared memory
 //     vector.h      16-byte accesses                 copy.cuh     16-byte copies, cp.async
@@ -19,7 +20,8 @@
 //     signal.cuh    signals between blocks           reduce.cuh   additions in global memory
 //     clock.cuh     a clock that counts its readings bulk.cuh     copies of consecutive bytes
 //     cluster.cuh   what reaches into other blocks   ticket.cuh   works for whoever comes first
-//     ordered.cuh   code that blocks pass in order   dependent_launch.cuh   waits for kernels in front
+//     ordered.cuh   code that blocks pass in order   ragged.cuh   boxes whose rows end in between
+//     dependent_launch.cuh   waits for kernels in front
 //     access.h      addresses checked and counted    random.h     numbers drawn from the seed
 //     site.h        a place in the source
 //
@@ -54,7 +56,7 @@
 #pragma once
 #include "elements.cuh"
 
-// In a step: not in the runtime's own files, nor after a backward.cuh.
+// In a step: not in the runtime's own files, nor after one of the other three.
 #if defined(ELEMENT) && !defined(SIMT_STEP)
 #define SIMT_STEP
 #include "step.h"

@@ -19,7 +19,7 @@ bool mbarrier_try_wait_parity_cluster(Mbarrier& barrier, int parity,
 
 namespace simt {
 
-void start_multicast(void* to_shared, const TensorMap& map, const int (&first)[4],
+void start_multicast(void* to_shared, const TensorMap& map, const BoxStart& first,
                      Mbarrier& barrier, uint16_t ranks, Site site);
 
 }  // namespace simt
@@ -28,7 +28,7 @@ inline void cp_async_bulk_tensor_load_multicast(Element* to_shared, const Tensor
                                                 int row, int head, int batch, Mbarrier& barrier,
                                                 uint16_t ranks,
                                                 simt::Site site = simt::Site::here()) {
-    simt::start_multicast(to_shared, map, {d, row, head, batch}, barrier, ranks, site);
+    simt::start_multicast(to_shared, map, {4, {d, row, head, batch}}, barrier, ranks, site);
 }
 
 void cp_async_bulk_cluster(void* to_shared, const void* from_shared, int bytes, Mbarrier& barrier,

@@ -44,6 +44,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 
 // As in CUDA, the minimum (or maximum) of a number and NaN is the number.
 template <typename A, typename B>

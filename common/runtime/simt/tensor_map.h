@@ -1,5 +1,5 @@
 // The contents of a TensorMap; common/runtime/pack.cpp fills it in. The tensor's axes are d,
-// row, head and batch; elements are contiguous along d.
+// row, head and batch, and ragged.cuh's fifth one; elements are contiguous along d.
 #pragma once
 #include <stdint.h>
 
@@ -8,11 +8,14 @@
 namespace simt {
 
 constexpr int32_t VALID_TENSOR_MAP = 0x70616d74;
+constexpr int MAX_AXES = 5;
 
 struct TensorMapFields {
     uint64_t address;
-    int32_t sizes[4];    // in elements
-    int64_t strides[3];  // in bytes; of row, head and batch
+    int64_t begin;                  // bytes from the address to the first element
+    int32_t axes;                   // 4 or 5
+    int32_t sizes[MAX_AXES];        // in elements
+    int64_t strides[MAX_AXES - 1];  // in bytes; of all axes but d
     int32_t box_columns, box_rows;
     int32_t swizzle;
     int32_t valid;  // VALID_TENSOR_MAP; 0 if the launch descriptor has no such box
@@ -22,7 +25,7 @@ struct TensorMapFields {
 // A box of a tensor and its image in shared memory.
 struct TensorBox {
     TensorMapFields map;
-    int first[4];          // index of the box's first element: d, row, head, batch
+    int first[MAX_AXES];   // index of the box's first element: d, row, head, batch, and the fifth
     std::byte* in_shared;  // address of that element
 };
 

@@ -29,9 +29,9 @@ size_t swizzled(const TensorMapFields& map, size_t place) {
 }
 
 // nullptr outside the tensor.
-std::byte* element_address(const TensorMapFields& map, const int64_t (&index)[4]) {
-    int64_t offset = index[0] * map.element_bytes;
-    for (int axis = 0; axis < 4; ++axis) {
+std::byte* element_address(const TensorMapFields& map, const int64_t (&index)[MAX_AXES]) {
+    int64_t offset = map.begin + index[0] * map.element_bytes;
+    for (int axis = 0; axis < map.axes; ++axis) {
         if (index[axis] < 0 || index[axis] >= map.sizes[axis]) return nullptr;
         if (axis > 0) offset += index[axis] * map.strides[axis - 1];
     }
@@ -47,7 +47,7 @@ void for_each_chunk(const TensorBox& box, Copy copy) {
         for (int col = 0; col < box.map.box_columns; col += chunk) {
             const size_t place = (row * box.map.box_columns + col) * box.map.element_bytes;
             const int64_t index[] = {box.first[0] + int64_t{col}, box.first[1] + int64_t{row},
-                                     box.first[2], box.first[3]};
+                                     box.first[2], box.first[3], box.first[4]};
             std::byte* in_tensor = element_address(box.map, index);
             const int64_t elements = in_tensor ? min(chunk, box.map.sizes[0] - index[0]) : 0;
             copy(box.in_shared + swizzled(box.map, place), in_tensor,
@@ -57,15 +57,21 @@ void for_each_chunk(const TensorBox& box, Copy copy) {
 }
 
 // The box that an instruction copies; reports where it cannot be copied.
-TensorBox tensor_box(const TensorMap& tensor_map, const int (&first)[4], const void* shared,
+TensorBox tensor_box(const TensorMap& tensor_map, const BoxStart& first, const void* shared,
                      bool stored, const Operation& operation) {
-    const auto [d, row, head, batch] = first;
+    const auto [d, row, head, batch, fifth] = first.index;
     auto* address = static_cast<std::byte*>(const_cast<void*>(shared));
-    TensorBox box = {{}, {d, row, head, batch}, address};
+    TensorBox box = {{}, {d, row, head, batch, fifth}, address};
     memcpy(&box.map, &tensor_map, sizeof(box.map));
     if (box.map.valid != VALID_TENSOR_MAP) {
         operation_fault("no tensor map", operation)
             .add(" needs the map of a tensor whose box in the launch descriptor has rows")
+            .fail();
+    }
+    if (box.map.axes != first.axes) {
+        operation_fault("another tensor map", operation)
+            .add(" has %d coordinates, and the map has %d axes: ", first.axes, box.map.axes)
+            .add("5 in steps that take lengths, else 4")
             .fail();
     }
     // An H200 reports both as an illegal instruction.
@@ -74,10 +80,11 @@ TensorBox tensor_box(const TensorMap& tensor_map, const int (&first)[4], const v
             .add(" needs a d of a multiple of 16 bytes, not %d elements", d)
             .fail();
     }
-    if (stored && (d < 0 || row < 0 || head < 0 || batch < 0)) {
-        operation_fault("store before the tensor", operation)
-            .add(" can start no box at d %d, row %d, head %d, batch %d", d, row, head, batch)
-            .fail();
+    if (stored && (d < 0 || row < 0 || head < 0 || batch < 0 || fifth < 0)) {
+        Report report = operation_fault("store before the tensor", operation);
+        report.add(" can start no box at d %d, row %d, head %d, batch %d", d, row, head, batch);
+        if (first.axes == MAX_AXES) report.add(", end %d", fifth);
+        report.fail();
     }
     // The layout of rows shorter than the swizzle is not documented.
     const size_t span = box.map.swizzle ? 16 << box.map.swizzle : 16;
@@ -104,7 +111,9 @@ TensorBox row_box(const void* tensor, const void* shared, int bytes, const Opera
     require_shared(shared, bytes, operation.name, operation.site);
     const int floats = bytes / int{sizeof(float)};
     return {.map = {.address = reinterpret_cast<uintptr_t>(tensor),
-                    .sizes = {floats, 1, 1, 1},
+                    .begin = 0,
+                    .axes = 1,
+                    .sizes = {floats},
                     .strides = {},
                     .box_columns = floats,
                     .box_rows = 1,
@@ -208,14 +217,14 @@ void issue_store(const TensorBox& box, void (*land)(const BulkCopy&), const Oper
 
 }  // namespace
 
-void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mbarrier& barrier,
-                Site site) {
-    const Operation operation = {"cp_async_bulk_tensor_load", site};
+void start_load(void* to_shared, const TensorMap& map, const BoxStart& first, Mbarrier& barrier,
+                const char* name, Site site) {
+    const Operation operation = {name, site};
     const TensorBox box = tensor_box(map, first, to_shared, false, operation);
     issue_load(*Worker::current(), box, barrier, operation);
 }
 
-void start_multicast(void* to_shared, const TensorMap& map, const int (&first)[4],
+void start_multicast(void* to_shared, const TensorMap& map, const BoxStart& first,
                      Mbarrier& barrier, uint16_t ranks, Site site) {
     const Operation operation = {"cp_async_bulk_tensor_load_multicast", site};
     const TensorBox box = tensor_box(map, first, to_shared, false, operation);
@@ -230,8 +239,9 @@ void start_multicast(void* to_shared, const TensorMap& map, const int (&first)[4
         if (ranks >> rank & 1) issue_load(cluster.block(rank, operation), box, barrier, operation);
 }
 
-void start_store(const TensorMap& map, const int (&first)[4], const void* from_shared, Site site) {
-    const Operation operation = {"cp_async_bulk_tensor_store", site};
+void start_store(const TensorMap& map, const BoxStart& first, const void* from_shared,
+                 const char* name, Site site) {
+    const Operation operation = {name, site};
     issue_store(tensor_box(map, first, from_shared, true, operation), land_store, operation);
 }
 

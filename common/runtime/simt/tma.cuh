@@ -7,10 +7,16 @@
 
 namespace simt {
 
-// first: d, row, head and batch.
-void start_load(void* to_shared, const TensorMap& map, const int (&first)[4], Mbarrier& barrier,
-                Site site);
-void start_store(const TensorMap& map, const int (&first)[4], const void* from_shared, Site site);
+// The index of a box's first element: d, row, head and batch, or ragged.cuh's five.
+struct BoxStart {
+    int axes;
+    int index[5];
+};
+
+void start_load(void* to_shared, const TensorMap& map, const BoxStart& first, Mbarrier& barrier,
+                const char* name, Site site);
+void start_store(const TensorMap& map, const BoxStart& first, const void* from_shared,
+                 const char* name, Site site);
 
 // All of the running thread's stores, reductions among them, but those of its `pending` latest
 // groups; stores not yet committed to a group are newer than all of them.
@@ -24,13 +30,15 @@ inline void prefetch_tensormap(const TensorMap&) {}  // it changes nothing but t
 inline void cp_async_bulk_tensor_load(Element* to_shared, const TensorMap& map, int d, int row,
                                       int head, int batch, Mbarrier& barrier,
                                       simt::Site site = simt::Site::here()) {
-    simt::start_load(to_shared, map, {d, row, head, batch}, barrier, site);
+    simt::start_load(to_shared, map, {4, {d, row, head, batch}}, barrier,
+                     "cp_async_bulk_tensor_load", site);
 }
 
 inline void cp_async_bulk_tensor_store(const TensorMap& map, int d, int row, int head, int batch,
                                        const Element* from_shared,
                                        simt::Site site = simt::Site::here()) {
-    simt::start_store(map, {d, row, head, batch}, from_shared, site);
+    simt::start_store(map, {4, {d, row, head, batch}}, from_shared, "cp_async_bulk_tensor_store",
+                      site);
 }
 
 void cp_async_bulk_commit_group();
