@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from common.operation import BACKWARD, FORWARD
-from common.problem import Shape
 from verify.bias import UNIT_ROUNDOFF_FP32, bias, bias_allowance, gradient_bias_allowances
 from verify.case import Case
-from verify.reference import gradient_terms, oracle_of, yardstick_of
+from verify.reference import gradient_factors, gradient_terms, oracle_of, yardstick_of
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,15 @@ class Expected:
     allowances: by measure, an output's name and a key of MEASURES. zeros: of some outputs, the rows
     that must be 0, and +0 bit for bit unless the scale, by which a gradient is multiplied, is
     negative. reordered: of an output, how far each sum may be, before it is rounded, from that of a
-    repeated call, where the step says that it adds in another order.
+    repeated call, where the step says that it adds in another order. weights: of an output, what
+    its errors are multiplied by before they are measured, but for the bias.
     """
 
     outputs: tuple[torch.Tensor, ...]
     allowances: dict[str, float]
     zeros: dict[str, torch.Tensor]
     reordered: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def expect(case: Case, *inputs: torch.Tensor) -> Expected:
@@ -66,29 +67,32 @@ def expect_forward(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     - a logit is wrong by about u * L for the sum of products and as much again for the scale and
       the subtraction of the maximum, with L = |scale| max|q_i| max|k_j| >= the largest logit;
     - exp and log on a GPU are wrong by about 2^-22 = 4 u each, hence 8 u;
-    - a sum of seq_k terms adds sqrt(seq_k) u, as roundings go both ways.
+    - a sum of seq_k terms adds sqrt(seq_k) u, as roundings go both ways; seq_k is that of the
+      longest sequence.
     Together a relative error, delta, of each weight and so of the sum of weights: an absolute error
     delta of lse and, as o is a mean of rows of v, delta max|v| of o. Rounding o itself adds the
     unit roundoff of its dtype, or half of the smallest subnormal.
     """
     oracle, yardstick = oracle_of(case.operation), yardstick_of(case.operation)
+    arguments = case.arguments_on(q.device)
     # v and a column of random numbers: that of o tells rows of different weights apart.
     rng = torch.Generator(v.device).manual_seed(0)
     column = torch.rand(case.shape.seq_k, 1, generator=rng, device=v.device)
     wider = torch.cat((v, column.expand(*v.shape[:-1], 1)), -1)  # in float32, where few are equal
-    o, lse = oracle(q, k, wider, **case.arguments)
+    o, lse = oracle(q, k, wider, **arguments)
     o, mark = o[..., :-1].contiguous(), o[..., -1]
-    o_error = difference(yardstick(q, k, v, **case.arguments)[0], o)
-    in_fp32 = yardstick(q.float(), k.float(), v.float(), **case.arguments)
+    o_error = difference(yardstick(q, k, v, **arguments)[0], o)
+    in_fp32 = yardstick(q.float(), k.float(), v.float(), **arguments)
     lse_error = difference(in_fp32[1], lse)
 
-    largest_logit = abs(case.scale) * largest_norm(q) * largest_norm(k)
-    delta = UNIT_ROUNDOFF_FP32 * (2 * largest_logit + 8 + math.sqrt(case.shape.seq_k))
+    largest_logit = abs(case.scale) * largest_norm(q) * largest_norm(case.fill_unused(k, 0))
+    largest_value = case.fill_unused(v, 0).abs().max().item()
+    delta = UNIT_ROUNDOFF_FP32 * (2 * largest_logit + 8 + math.sqrt(case.most_keys))
     dtype = torch.finfo(case.dtype)
     half_subnormal = dtype.smallest_normal * dtype.eps / 2
 
     def floor(magnitude: float) -> float:
-        return max(dtype.eps / 2 * magnitude, half_subnormal) + delta * v.abs().max().item()
+        return max(dtype.eps / 2 * magnitude, half_subnormal) + delta * largest_value
 
     allowances = {
         "o max": 2 * o_error.max().item() + floor(o.abs().max().item()),
@@ -116,20 +120,27 @@ def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
 
     That difference and the errors of the floor, had all elements the same sign, would be a bias; so
     is what the yardstick loses below its dtype's range. bias.py adds what roundings do by chance.
+
+    With lengths, errors are measured as if the largest |dout| of each sequence and head of k and v
+    were that of the largest one: how exact a sequence's gradients are, no other one decides.
     """
-    q, k = inputs[:2]
+    q, k, *_, dout = inputs
     shape = case.shape
-    outputs = oracle_of(case.operation)(*inputs, **case.arguments)
-    measured = yardstick_of(case.operation)(*inputs, **case.arguments)
-    largest_logit = abs(case.scale) * largest_norm(q) * largest_norm(k)
+    arguments = case.arguments_on(q.device)
+    outputs = oracle_of(case.operation)(*inputs, **arguments)
+    measured = yardstick_of(case.operation)(*inputs, **arguments)
+    largest_logit = abs(case.scale) * largest_norm(q) * largest_norm(case.fill_unused(k, 0))
     terms, errors = gradient_terms(
         *inputs,
-        **case.arguments,
+        **arguments,
         p_error=UNIT_ROUNDOFF_FP32 * (3 * largest_logit + 8),
         dp_error=UNIT_ROUNDOFF_FP32 * (2 + math.sqrt(shape.head_dim)),
     )
-    queries = shape.seq_q * (shape.heads // shape.kv_heads)
-    added = {"dq": shape.seq_k, "dk": queries, "dv": queries}  # terms of a sum
+    queries = case.most_queries * (shape.heads // shape.kv_heads)
+    added = {"dq": case.most_keys, "dk": queries, "dv": queries}  # terms of a sum
+    factors = gradient_factors(dout, k, arguments.get("lengths"))
+    of_queries, of_keys = (factor / factors[0].min() for factor in factors)
+    weights = {"dq": of_queries, "dk": of_keys, "dv": of_keys}
     dtype = torch.finfo(case.dtype)
     half_subnormal = dtype.smallest_normal * dtype.eps / 2
     allowances, reordered, systematic = {}, {}, {}
@@ -139,32 +150,38 @@ def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
         name = operand.name
         of_sum = UNIT_ROUNDOFF_FP32 * math.sqrt(added[name]) * term
         floor = error + of_sum + (dtype.eps / 2 * wanted.abs()).clamp(min=half_subnormal)
-        yardstick_error = difference(yardstick, wanted)
-        allowances[f"{name} max"] = 2 * yardstick_error.max().item() + floor.max().item()
-        allowances[f"{name} rms"] = 2 * rms(yardstick_error) + rms(floor)
+        yardstick_error = weights[name] * difference(yardstick, wanted)
+        weighted = weights[name] * floor
+        allowances[f"{name} max"] = 2 * yardstick_error.max().item() + weighted.max().item()
+        allowances[f"{name} rms"] = 2 * rms(yardstick_error) + rms(weighted)
         in_any_order = 2 * UNIT_ROUNDOFF_FP32 * math.ceil(added[name] / 8) * (term + error)
         reordered[name] = in_any_order
         yardstick_bias = abs(bias(yardstick, wanted)) * wanted.abs().sum().item()
         systematic[name] = (error + in_any_order).sum().item() + 2 * yardstick_bias
     allowances |= gradient_bias_allowances(case, inputs, outputs, systematic)
     sees_no_key = inputs[4].isneginf()
-    unseen = keys_without_queries(sees_no_key, shape, case.causal)
+    unseen = keys_without_queries(case, sees_no_key)
     zeros = {"dq": sees_no_key, "dk": unseen, "dv": unseen}
-    return Expected(outputs, allowances, zeros, reordered)
+    return Expected(outputs, allowances, zeros, reordered, weights)
 
 
-def keys_without_queries(sees_no_key: torch.Tensor, shape: Shape, causal: bool) -> torch.Tensor:
+def keys_without_queries(case: Case, sees_no_key: torch.Tensor) -> torch.Tensor:
     """The keys that no query sees, as some queries see none. Bool [batch, kv_heads, seq_k].
 
     sees_no_key: bool [batch, heads, seq_q].
     """
-    query = torch.arange(shape.seq_q, device=sees_no_key.device)
-    last = torch.where(sees_no_key, -math.inf, query.double())  # of a group: the last that sees one
-    last = last.unflatten(1, (shape.kv_heads, -1)).amax((2, 3))[..., None]
-    if not causal:
-        last = last.masked_fill(last.isfinite(), math.inf)
-    key = torch.arange(shape.seq_k, device=sees_no_key.device)
-    return key > last + shape.seq_k - shape.seq_q
+    shape, (left, right) = case.shape, case.window
+    unseen = torch.ones(shape.kv[:3], dtype=torch.bool, device=sees_no_key.device)
+    sees = ~sees_no_key.unflatten(1, (shape.kv_heads, -1)).all(2)  # any query head of a group
+    for sequence in case.sequences:
+        own = sequence.own_keys(sees.device)
+        first, end = ((own + n).clamp(0, sequence.seq_k) for n in (-left, right + 1))
+        # Of each key: how many windows begin with it, less those that end before it.
+        sees_one = sees[sequence.batch, :, sequence.queries].long()
+        changes = sees_one.new_zeros(shape.kv_heads, sequence.seq_k + 1)
+        changes.index_add_(1, first, sees_one).index_add_(1, end, -sees_one)
+        unseen[sequence.batch, :, sequence.keys] = changes.cumsum(1)[:, :-1] == 0
+    return unseen
 
 
 EXPECT = {FORWARD: expect_forward, BACKWARD: expect_backward}
@@ -205,7 +222,8 @@ def compare(
     measures: list[Measure] = []
     errors: list[str] = []
     for operand, got, wanted in zip(case.operation.outputs, outputs, expected.outputs, strict=True):
-        name, difference_ = operand.name, difference(got, wanted)
+        name = operand.name
+        difference_ = difference(got, wanted) * expected.weights.get(name, 1)
         of_output = {
             kind: Measure(
                 f"{name} {kind}",

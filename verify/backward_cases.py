@@ -53,7 +53,7 @@ def one_large_row(case: Case, rng: torch.Generator) -> torch.Tensor:
     return dout
 
 
-def _layouts(
+def layouts_of(
     q: Layout = contiguous, k: Layout = contiguous, v: Layout = contiguous, o: Layout = contiguous
 ) -> tuple[Layout, ...]:
     """Of q, k, v, o, dout, dq, dk, dv: as forward's lie; an output cannot be expanded."""
@@ -226,7 +226,7 @@ def _smaller(case: Case) -> dict:
 def backward_cases(forward: Sequence[Case]) -> tuple[Case, ...]:
     """The backward cases: those of the forward ones, under the same names, then its own."""
     of_forward = (
-        replace(case, operation=BACKWARD, layouts=_layouts(*case.layouts), **_smaller(case))
+        replace(case, operation=BACKWARD, layouts=layouts_of(*case.layouts), **_smaller(case))
         for case in forward
     )
     return (*of_forward, *(replace(case, operation=BACKWARD) for case in _OWN))

@@ -51,7 +51,7 @@ def bias_allowance(case: Case, o: torch.Tensor, mark: torch.Tensor, delta: float
     of_o = of_groups.index_add(0, group, (unit_roundoff * rows).clamp(min=half_subnormal))
     of_p = of_groups.index_add(0, group, rows).sum(-1) * math.hypot(unit_roundoff, delta)
     variance = (of_o.square().sum() + of_p.square().sum()).item() / 3
-    truncated = 2 * UNIT_ROUNDOFF_FP32 * case.shape.seq_k / 8
+    truncated = 2 * UNIT_ROUNDOFF_FP32 * case.most_keys / 8
     return 5 * math.sqrt(variance) / magnitude + truncated
 
 
@@ -99,7 +99,8 @@ def gradient_bias_allowances(
     normal = dtype.smallest_normal  # smaller numbers have the same absolute error
     dq, dk, dv = (gradient.sign() for gradient in outputs)
     roundings = {name: _Roundings(inputs[0].device) for name in names}
-    for rows in backward_rows(*inputs, torch.float64, **case.arguments):
+    arguments = case.arguments_on(inputs[0].device)
+    for rows in backward_rows(*inputs, torch.float64, **arguments):
         roundings["dq"].add(rows.ds, case.scale * (dq[rows.at] @ rows.k.mT) * rows.ds)
         roundings["dk"].add(rows.ds, (rows.q @ dk[rows.kv].mT) * rows.ds)
         roundings["dv"].add(rows.p, (rows.dout @ dv[rows.kv].mT) * rows.p.clamp(min=normal))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -14,6 +14,7 @@ from common.runtime.backend import DTYPE_NAMES, DTYPES
 from verify.gradients import normal_gradient, saved_by_forward
 from verify.inputs import Inputs, normal
 from verify.layouts import Layout, contiguous
+from verify.lengths import CaseLengths, Sequence, sequences_of, window_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class Case:
     gives o and lse for those as they lie, `dout` the gradient of o. layouts: of the operation's
     strided operands, in its order; all contiguous without. softmax_scale None means head_dim^-0.5.
     may_refuse marks tensors that not every step can read: it either raises UsageError or computes
-    the right outputs. gpu_only marks what is too large for the SIMT runtime.
+    the right outputs. gpu_only marks what is too large for the SIMT runtime. A case with lengths is
+    for the steps that take them. The keys that seqused_k says are not there are NaN, as
+    in a cache where nobody has written them yet.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Case:
     operation: Operation = FORWARD
     saved: Callable[..., tuple[torch.Tensor, torch.Tensor]] = saved_by_forward
     dout: Callable[[Case, torch.Generator], torch.Tensor] = normal_gradient
+    lengths: CaseLengths | None = None
 
     @classmethod
     def of(cls, name: str, problem: Problem, operation: Operation = FORWARD) -> Case:
@@ -52,8 +56,44 @@ class Case:
 
     @property
     def arguments(self) -> dict:
-        """What a call takes beside its tensors."""
-        return {"causal": self.causal, "softmax_scale": self.scale}
+        """What a call takes beside its tensors, which are on the CPU."""
+        return self.arguments_on("cpu")
+
+    def arguments_on(self, device: torch.device | str) -> dict:
+        """What a call takes beside its tensors, which are on the device."""
+        arguments = {"causal": self.causal, "softmax_scale": self.scale}
+        if self.lengths:
+            arguments["lengths"] = self.lengths.on(device)
+        return arguments
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        shape = self.shape
+        lengths = (self.lengths or CaseLengths()).on("cpu")
+        return sequences_of(lengths, shape.batch, shape.seq_q, shape.seq_k)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return window_of((self.lengths or CaseLengths()).on("cpu"), self.causal)
+
+    @property
+    def most_queries(self) -> int:
+        """Those of the sequence that has most."""
+        return max(sequence.seq_q for sequence in self.sequences)
+
+    @property
+    def most_keys(self) -> int:
+        """Those of the longest sequence."""
+        return max(sequence.seq_k for sequence in self.sequences)
+
+    def fill_unused(self, x: torch.Tensor, value: float) -> torch.Tensor:
+        """k or v with the value in place of the keys that are not there."""
+        if not self.lengths or self.lengths.seqused_k is None:
+            return x
+        used = torch.zeros(self.shape.batch, 1, self.shape.seq_k, 1, dtype=torch.bool)
+        for sequence in self.sequences:
+            used[sequence.batch, :, sequence.keys] = True
+        return x.masked_fill(~used.to(x.device), value)
 
     @property
     def specialization(self) -> Specialization:
@@ -66,7 +106,9 @@ class Case:
     def make(self, device: torch.device | str, seed: int = 0) -> Inputs:
         """The operation's inputs; the same numbers on every device."""
         rng = torch.Generator().manual_seed(zlib.crc32(f"{self.name} {seed}".encode()))
-        placed = self._place(self.inputs(self, rng), self.operation.inputs[:3], device)
+        q, *kv = self.inputs(self, rng)
+        made = (q, *(self.fill_unused(x, torch.nan) for x in kv))
+        placed = self._place(made, self.operation.inputs[:3], device)
         if self.operation == BACKWARD:
             more = (*self.saved(self, *placed), self.dout(self, rng))
             placed += self._place(more, self.operation.inputs[3:], device)
@@ -93,8 +135,8 @@ class Case:
 
     def _place(
         self,
-        tensors: Sequence[torch.Tensor],
-        operands: Sequence[Operand],
+        tensors: Iterable[torch.Tensor],
+        operands: Iterable[Operand],
         device: torch.device | str,
     ) -> Inputs:
         placed = []

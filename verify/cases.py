@@ -17,9 +17,10 @@ from dataclasses import replace
 import torch
 
 from common.errors import UsageError
-from common.operation import BACKWARD, FORWARD, OPERATIONS, Operation
+from common.operation import FORWARD, OPERATIONS, Operation
 from common.problem import HEADLINE, Shape
 from verify.backward_cases import backward_cases
+from verify.backward_lengths_cases import backward_lengths_cases
 from verify.case import Case
 from verify.inputs import (
     constant,
@@ -55,6 +56,7 @@ from verify.layouts import (
     padded,
     transposed,
 )
+from verify.lengths_cases import lengths_cases
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -341,22 +343,30 @@ def drawn_cases(seed: int) -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def all_cases(operation: Operation = FORWARD, seed: int = 0) -> tuple[Case, ...]:
-    """The cases of one operation; one of another may have the same name."""
+def all_cases(
+    operation: Operation = FORWARD, seed: int = 0, lengths: bool = False
+) -> tuple[Case, ...]:
+    """The cases of one operation; one of another may have the same name.
+
+    lengths: of a step that takes them. It has cases with lengths after those of all steps.
+    """
     forward = CASES + drawn_cases(seed)
-    return {FORWARD: forward, BACKWARD: backward_cases(forward)}[operation]
+    if operation == FORWARD:
+        return forward + lengths_cases(seed) if lengths else forward
+    backward = backward_cases(forward)
+    return backward + backward_lengths_cases(lengths_cases(seed)) if lengths else backward
 
 
 def find_cases(
-    names: Sequence[str], operation: Operation = FORWARD, seed: int = 0
+    names: Sequence[str], operation: Operation = FORWARD, seed: int = 0, lengths: bool = False
 ) -> tuple[Case, ...]:
-    """The operation's cases of these names, in its order; of some names there may be none.
+    """Of all_cases() those of these names, in its order; of some names there may be none.
 
-    Raises UsageError listing the names that there are in any operation.
+    Raises UsageError listing the names that there are for any step.
     """
-    each = (all_cases(known, seed) for known in OPERATIONS.values())
+    each = (all_cases(known, seed, lengths=True) for known in OPERATIONS.values())
     known = list(dict.fromkeys(case.name for cases in each for case in cases))
     for name in names:
         if name not in known:
             raise UsageError(f"no case '{name}'; the cases are {', '.join(known)}")
-    return tuple(case for case in all_cases(operation, seed) if case.name in names)
+    return tuple(case for case in all_cases(operation, seed, lengths) if case.name in names)

@@ -206,7 +206,8 @@ def launch(
 ) -> tuple[list[torch.Tensor], list[str]]:
     """The outputs, contiguous, and a list of errors: writes where a layout leaves gaps."""
     made = case.make_outputs(backend.device)
-    backend.launch(step, *inputs, *(view for _, view in made), **case.arguments)
+    arguments = case.arguments_on(backend.device)
+    backend.launch(step, *inputs, *(view for _, view in made), **arguments)
     outputs, errors = [], []
     for operand, (storage, view) in zip(step.operation.outputs, made, strict=True):
         outputs.append(view.contiguous().clone())
@@ -400,12 +401,8 @@ def check_steps(
     plan = []
     choices = make_runs(backend_name, seed, sanitize, time_limit_s)
     for step in steps:
-        operation = step.operation
-        own = (
-            all_cases(operation, seed)
-            if case_names is None
-            else find_cases(case_names, operation, seed)
-        )
+        of_step = {"operation": step.operation, "seed": seed, "lengths": step.takes_lengths}
+        own = all_cases(**of_step) if case_names is None else find_cases(case_names, **of_step)
         runs = next((runs for runs in choices if can_run(step, own, runs.backend)), choices[0])
         all_here = case_names is not None or runs.backend.name == "gpu"
         plan.append((step, [case for case in own if all_here or not case.gpu_only], runs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ def saved_by_forward(
     case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse of the tensors as they are, by the oracle."""
-    return attention_reference(q, k, v, **case.arguments)
+    return attention_reference(q, k, v, **case.arguments_on(q.device))
 
 
 def saved_with_more_keys(
@@ -57,3 +58,17 @@ def rows_of_all_sizes(case: Case, rng: torch.Generator) -> torch.Tensor:
     """Normal, each row times a power of two from 2^-20 to 1."""
     sizes = torch.randint(-20, 1, (*case.shape.q[:3], 1), generator=rng)
     return torch.exp2(sizes.float()) * normal_gradient(case, rng)
+
+
+def sequences_of_all_sizes(case: Case, rng: torch.Generator) -> torch.Tensor:
+    """Normal, cut off, times a power of two for each sequence and head of k and v, or 0.
+
+    What brings dS of one of them into fp16's range takes that of another one out of it.
+    """
+    dout = scaled_gradient(1)(case, rng)
+    of_groups = dout.unflatten(1, (case.shape.kv_heads, -1))
+    sizes = cycle((2.0**9, 2.0**-13, 2.0**-2, 0, 2.0**5))
+    for sequence in case.sequences:
+        for h in range(case.shape.kv_heads if sequence.seq_q > 0 else 0):
+            of_groups[sequence.batch, h, :, sequence.queries] *= next(sizes)
+    return dout

@@ -209,6 +209,54 @@ def one_hot(case: Case, rng: torch.Generator) -> Inputs:
         target = diagonal + torch.randint(2, shape.q[:3], generator=rng)
     else:
         target = torch.randint(shape.seq_k, shape.q[:3], generator=rng)
+    return _pick(case, rng, k, target)
+
+
+def one_hot_at_edges(case: Case, rng: torch.Generator) -> Inputs:
+    """As one_hot, the key is at an end of what the query sees: the last one there, or the next one.
+
+    At a sequence's end that is another one's key, or one that is not there.
+    """
+    return _pick_edges(case, rng)
+
+
+def one_hot_at_first_tiles(case: Case, rng: torch.Generator) -> Inputs:
+    """The same, but of 64 queries the first one has its first key, and the last one its last key.
+
+    These are the keys that a tile of queries has in common with the farthest tile of keys.
+    """
+    return _pick_edges(case, rng, (1, 2))
+
+
+def one_hot_next_to_tiles(case: Case, rng: torch.Generator) -> Inputs:
+    """The same, but of 64 queries the first one has the key after its last one, and the last one
+    that before its first one: the only hidden ones of a tile whose mask is left out wrongly.
+    """
+    return _pick_edges(case, rng, (3, 0))
+
+
+def _pick_edges(case: Case, rng: torch.Generator, of_tile: tuple[int, int] | None = None) -> Inputs:
+    """Queries that pick out the key before the first one that they see, that one, the last one or
+    the one after it: 0 to 3, drawn, or given for the first and the last one of 64.
+    """
+    shape, (left, right) = case.shape, case.window
+    target = torch.empty(shape.q[:3], dtype=torch.int64)
+    for sequence in case.sequences:
+        own = sequence.keys.start + sequence.own_keys("cpu")
+        first = (own - left).clamp(min=sequence.keys.start)
+        last = (own + right).clamp(max=sequence.keys.stop - 1)
+        edges = torch.stack((first - 1, first, last, last + 1), dim=1)  # [seq_q, 4]
+        chosen = torch.randint(4, (shape.heads, sequence.seq_q, 1), generator=rng)
+        if of_tile:
+            chosen[:, ::64], chosen[:, 63::64] = of_tile
+        of_heads = edges.expand(shape.heads, -1, -1).gather(2, chosen)[..., 0]
+        target[sequence.batch, :, sequence.queries] = of_heads
+    return _pick(case, rng, _signs(shape.kv, rng), target)
+
+
+def _pick(case: Case, rng: torch.Generator, k: torch.Tensor, target: torch.Tensor) -> Inputs:
+    """Queries that pick out the target among k's rows of +-1: its index [batch, heads, seq_q]."""
+    shape = case.shape
     target = target.clamp(0, shape.seq_k - 1)[..., None].expand(shape.q)
     keys = k.repeat_interleave(shape.heads // shape.kv_heads, dim=1)
     return 4 * keys.gather(2, target), k, torch.randn(shape.kv, generator=rng)

@@ -9,7 +9,9 @@ from itertools import product
 
 import torch
 
+from common.lengths import UNLIMITED, Lengths
 from common.operation import Operation
+from verify.lengths import sequences_of, window_of
 
 MAX_SCORES = 2**24  # scores held at once, so that long sequences fit in memory
 
@@ -25,7 +27,13 @@ def yardstick_of(operation: Operation) -> Callable[..., tuple[torch.Tensor, ...]
 
 
 def attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, softmax_scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    lengths: Lengths | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle: o = softmax(softmax_scale * q k^T + mask) v and its log-sum-exp, in float64.
 
@@ -34,18 +42,27 @@ def attention_reference(
     j <= i + seq_k - seq_q. Returns o [batch, heads, seq_q, head_dim] and lse [batch, heads, seq_q]
     (natural logarithm), both float64; a query that sees no key has o = 0 and lse = -inf. v may have
     another number of columns than k; o has as many.
+
+    With lengths, each sequence is computed by itself, and a query sees the keys of its window: of a
+    causal one, those that are in the window, too. Keys that are not there may be NaN.
     """
-    return _attention(q, k, v, torch.float64, causal, softmax_scale)
+    return _attention(q, k, v, torch.float64, causal, softmax_scale, lengths)
 
 
 def attention_in_dtype(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, softmax_scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    lengths: Lengths | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The yardstick: the same with every intermediate in q's dtype, as unfused torch code has it.
 
     softmax_scale multiplies q and not the scores, which could overflow in fp16.
     """
-    return _attention(q, k, v, q.dtype, causal, softmax_scale)
+    return _attention(q, k, v, q.dtype, causal, softmax_scale, lengths)
 
 
 def gradients_reference(
@@ -58,6 +75,7 @@ def gradients_reference(
     *,
     causal: bool,
     softmax_scale: float,
+    lengths: Lengths | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The oracle of backward: the gradients of q, k and v, in float64, where dout is that of o.
 
@@ -68,8 +86,10 @@ def gradients_reference(
     attention_reference.
     o and lse are inputs: they may be rounded, or belong to more keys than are here. P is 0 where
     lse is -inf.
+
+    The gradients of keys that no query sees are 0, and so are those of keys that are not there.
     """
-    return _gradients(q, k, v, o, lse, dout, torch.float64, causal, softmax_scale)
+    return _gradients(q, k, v, o, lse, dout, torch.float64, causal, softmax_scale, lengths)
 
 
 def gradients_in_dtype(
@@ -82,6 +102,7 @@ def gradients_in_dtype(
     *,
     causal: bool,
     softmax_scale: float,
+    lengths: Lengths | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The yardstick: every matrix in q's dtype, as unfused torch code has it.
 
@@ -89,11 +110,40 @@ def gradients_in_dtype(
     scaled by a power of two, as by a GradScaler, so that no dP overflows; the gradients are rounded
     to q's dtype and returned in float32, with the scale taken away.
     """
-    largest = dout.abs().max().float().item()
-    factor = 2.0 ** -(math.frexp(largest)[1] + 4)  # the largest becomes 2^-5 to 2^-4
-    scaled = (dout.float() * factor).to(q.dtype)
-    gradients = _gradients(q, k, v, o, lse, scaled, q.dtype, causal, softmax_scale)
-    return tuple(gradient.float() / factor for gradient in gradients)
+    # The largest becomes 2^-5 to 2^-4.
+    of_queries, of_keys = (factor / 16 for factor in gradient_factors(dout, k, lengths))
+    scaled = (dout.float() * of_queries).to(q.dtype)
+    gradients = _gradients(q, k, v, o, lse, scaled, q.dtype, causal, softmax_scale, lengths)
+    factors = (of_queries, of_keys, of_keys)
+    return tuple(x.float() / factor for x, factor in zip(gradients, factors, strict=True))
+
+
+def gradient_factors(
+    dout: torch.Tensor, k: torch.Tensor, lengths: Lengths | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The powers of two by which the largest |dout| becomes 1/2 to 1, of queries and of keys.
+
+    With lengths each sequence has its own for each head of k and v, and so have its keys. Float32,
+    and broadcast to dout [batch, heads, seq_q, head_dim] and to k.
+    """
+
+    def factor(x: torch.Tensor) -> float:
+        return 2.0 ** -math.frexp(x.abs().max().item())[1]
+
+    of_all = torch.full((1, 1, 1, 1), factor(dout), device=dout.device)
+    if lengths is None:
+        return of_all, of_all
+    (batch, heads, seq_q, _), (_, kv_heads, seq_k, _) = dout.shape, k.shape
+    of_queries, of_keys = (
+        of_all.repeat(*x.shape[:3], 1).unflatten(1, (kv_heads, -1)) for x in (dout, k)
+    )
+    for sequence, h in product(sequences_of(lengths, batch, seq_q, seq_k), range(kv_heads)):
+        group = slice(h * heads // kv_heads, (h + 1) * heads // kv_heads)
+        own = dout[sequence.batch, group, sequence.queries]
+        if own.any():
+            of_queries[sequence.batch, h, :, sequence.queries] = factor(own)
+            of_keys[sequence.batch, h, :, sequence.keys] = factor(own)
+    return of_queries.flatten(1, 2), of_keys.flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -101,13 +151,39 @@ class BackwardRows:
     """Some rows of a head: what backward computes of them, in one dtype."""
 
     at: tuple[int, int, slice]  # batch, query head, query rows
-    kv: tuple[int, int]  # batch, head of k and v
+    kv: tuple[int, int, slice]  # batch, head of k and v, rows that are the sequence's keys
     q: torch.Tensor  # scaled by softmax_scale
     k: torch.Tensor
     dout: torch.Tensor
     p: torch.Tensor  # [rows, seq_k]
     dp_less_delta: torch.Tensor  # [rows, seq_k], float32 or wider
     ds: torch.Tensor  # [rows, seq_k]
+
+
+def _rows(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, lengths: Lengths | None
+) -> Iterator[tuple[tuple[int, int, slice], tuple[int, int, slice], torch.Tensor | None]]:
+    """Some rows of a head at a time, all of one sequence: where they are, and its keys.
+
+    And which of these each row does not see, bool [rows, seq_k]; None if it sees all of them.
+    """
+    batch, heads, seq_q, _ = q.shape
+    kv_heads, seq_k = k.shape[1:3]
+    lengths = lengths or Lengths()
+    left, right = window_of(lengths, causal)
+    for sequence, h in product(sequences_of(lengths, batch, seq_q, seq_k), range(heads)):
+        kv = (sequence.batch, h * kv_heads // heads, sequence.keys)
+        key = torch.arange(sequence.seq_k, device=q.device)
+        own_key = sequence.own_keys(q.device)[:, None]
+        num_rows = max(1, MAX_SCORES // max(1, sequence.seq_k))
+        for first in range(0, sequence.seq_q, num_rows):
+            own = own_key[first : first + num_rows]
+            start = sequence.queries.start + first
+            hidden = key > own + right if right < UNLIMITED else None
+            if left < UNLIMITED:
+                before = key < own - left
+                hidden = before if hidden is None else hidden | before
+            yield (sequence.batch, h, slice(start, start + len(own))), kv, hidden
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -118,25 +194,26 @@ def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def backward_rows(
-    q, k, v, o, lse, dout, dtype: torch.dtype, causal: bool, softmax_scale: float
+    q,
+    k,
+    v,
+    o,
+    lse,
+    dout,
+    dtype: torch.dtype,
+    causal: bool,
+    softmax_scale: float,
+    lengths: Lengths | None = None,
 ) -> Iterator[BackwardRows]:
     """Backward, some rows of a head at a time; the arguments are those of gradients_reference."""
-    batch, heads, seq_q, _ = q.shape
-    kv_heads, seq_k = k.shape[1:3]
     wide = torch.promote_types(dtype, torch.float32)
-    key = torch.arange(seq_k, device=q.device)
-    num_rows = max(1, MAX_SCORES // seq_k)
-    for b, h, first in product(range(batch), range(heads), range(0, seq_q, num_rows)):
-        rows = slice(first, min(first + num_rows, seq_q))
-        at, kv = (b, h, rows), (b, h * kv_heads // heads)
+    for at, kv, hidden in _rows(q, k, causal, lengths):
         keys, values = (x[kv].to(dtype).contiguous() for x in (k, v))
         queries, gradients = q[at].to(dtype) * softmax_scale, dout[at].to(dtype).contiguous()
         row_lse = lse[at].to(wide)[:, None]
         p = _matmul(queries, keys.mT).to(wide).sub_(row_lse).exp_()
-        hidden = row_lse.isneginf()
-        if causal:
-            last_visible = torch.arange(rows.start, rows.stop, device=q.device) + seq_k - seq_q
-            hidden = hidden | (key > last_visible[:, None])
+        sees_nothing = row_lse.isneginf()
+        hidden = sees_nothing if hidden is None else hidden | sees_nothing
         p = p.masked_fill_(hidden, 0).to(dtype)
         delta = (dout[at].to(wide) * o[at].to(wide)).sum(-1, keepdim=True)
         dp_less_delta = _matmul(gradients, values.mT).to(wide) - delta
@@ -144,11 +221,22 @@ def backward_rows(
         yield BackwardRows(at, kv, queries, keys, gradients, p, dp_less_delta, ds)
 
 
-def _gradients(q, k, v, o, lse, dout, dtype: torch.dtype, causal: bool, softmax_scale: float):
+def _gradients(
+    q,
+    k,
+    v,
+    o,
+    lse,
+    dout,
+    dtype: torch.dtype,
+    causal: bool,
+    softmax_scale: float,
+    lengths: Lengths | None,
+):
     wide = torch.promote_types(dtype, torch.float32)
     dq = torch.empty(q.shape, dtype=dtype, device=q.device)
     dk, dv = (torch.zeros(k.shape, dtype=wide, device=q.device) for _ in range(2))
-    for rows in backward_rows(q, k, v, o, lse, dout, dtype, causal, softmax_scale):
+    for rows in backward_rows(q, k, v, o, lse, dout, dtype, causal, softmax_scale, lengths):
         dq[rows.at] = _matmul(rows.ds, rows.k) * softmax_scale
         dk[rows.kv] += _matmul(rows.ds.mT, rows.q)
         dv[rows.kv] += _matmul(rows.p.mT, rows.dout)
@@ -165,6 +253,7 @@ def gradient_terms(
     *,
     causal: bool,
     softmax_scale: float,
+    lengths: Lengths | None = None,
     p_error: float,
     dp_error: float,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -176,8 +265,11 @@ def gradient_terms(
     """
     dq, dq_error = (torch.empty(q.shape, dtype=torch.float64, device=q.device) for _ in range(2))
     dk, dk_error, dv = (torch.zeros(k.shape, dtype=torch.float64, device=q.device) for _ in "kkv")
-    largest_v = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float64).max()
-    arguments = (q, k, v, o, lse, dout, torch.float64, causal, softmax_scale)
+    norm_v = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float64)
+    sequences = sequences_of(lengths or Lengths(), q.shape[0], q.shape[2], k.shape[2])
+    of_sequences = [norm_v[i, :, keys] for i, _, keys in sequences if keys.stop > keys.start]
+    largest_v = max((x.max().item() for x in of_sequences), default=0.0)
+    arguments = (q, k, v, o, lse, dout, torch.float64, causal, softmax_scale, lengths)
     for rows in backward_rows(*arguments):
         norm_o, norm_dout = (
             torch.linalg.vector_norm(x[rows.at], dim=-1, keepdim=True, dtype=torch.float64)
@@ -193,24 +285,19 @@ def gradient_terms(
     return (dq, dk, dv), (dq_error, dk_error, p_error * dv)
 
 
-def _attention(q, k, v, dtype: torch.dtype, causal: bool, softmax_scale: float):
-    batch, heads, seq_q, _ = q.shape
-    kv_heads, seq_k = k.shape[1:3]
+def _attention(
+    q, k, v, dtype: torch.dtype, causal: bool, softmax_scale: float, lengths: Lengths | None
+):
     o = torch.empty(*q.shape[:3], v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
-    key = torch.arange(seq_k, device=q.device)
-    num_rows = max(1, MAX_SCORES // seq_k)
-    for b, h, first in product(range(batch), range(heads), range(0, seq_q, num_rows)):
-        rows = slice(first, min(first + num_rows, seq_q))
+    for at, kv, hidden in _rows(q, k, causal, lengths):
         # Contiguous, since cuBLAS counts in 32 bits how far rows lie apart.
-        kv = (b, h * kv_heads // heads)
         keys, values = (x[kv].to(dtype).contiguous() for x in (k, v))
-        scores = _matmul(q[b, h, rows].to(dtype) * softmax_scale, keys.mT)  # [rows, seq_k]
-        if causal:
-            last_visible = torch.arange(rows.start, rows.stop, device=q.device) + seq_k - seq_q
-            scores.masked_fill_(key > last_visible[:, None], -torch.inf)
-        lse[b, h, rows] = scores.logsumexp(-1)
-        sees_nothing = lse[b, h, rows].isneginf()
+        scores = _matmul(q[at].to(dtype) * softmax_scale, keys.mT)  # [rows, seq_k]
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        lse[at] = scores.logsumexp(-1)
+        sees_nothing = lse[at].isneginf()
         weighted = _matmul(scores.softmax(-1), values)  # NaN in a row that sees nothing
-        o[b, h, rows] = weighted.masked_fill(sees_nothing[:, None], 0)
+        o[at] = weighted.masked_fill(sees_nothing[:, None], 0)
     return o, lse

@@ -5,22 +5,26 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from common.catalog import all_steps, step_names
 from common.errors import NotEnoughMemoryError, UsageError
+from common.lengths import UNLIMITED
 from common.paths import ROOT
 from common.problem import Shape
 from common.runtime.launch import LaunchDescriptor
 from verify import accuracy, check
+from verify.case import Case
 from verify.cases import CASES, all_cases, drawn_cases, find_cases
 from verify.check import check_case, check_steps
+from verify.lengths import CaseLengths
 from verify.reference import attention_in_dtype, attention_reference
 
 STEP = all_steps()[0]
-CPU_CASES = [case for case in all_cases() if not case.gpu_only]
+CPU_CASES = [case for case in all_cases(lengths=True) if not case.gpu_only]
 
 
 class TorchBackend:
@@ -38,9 +42,9 @@ class TorchBackend:
     def build(self, step, spec):
         return step.path
 
-    def launch(self, step, q, k, v, o, lse, *, causal, softmax_scale):
+    def launch(self, step, q, k, v, o, lse, **arguments):
         q, k, v = q.float(), k.float(), v.float()
-        result = attention_in_dtype(q, k, v, causal=causal, softmax_scale=softmax_scale)
+        result = attention_in_dtype(q, k, v, **arguments)
         o.copy_(result[0])
         lse.copy_(result[1])
         self.spoil(o, lse)
@@ -68,11 +72,12 @@ def test_allowance_is_sharp(case):
 
 def test_cases_are_seeded_and_leave_the_gaps_poisoned():
     for case in CPU_CASES:
-        first, second, other = case.make("cpu", 1), case.make("cpu", 1), case.make("cpu", 2)
+        made = [case.make("cpu", seed) for seed in (1, 1, 2)]
+        first, second, other = ((q, *(case.fill_unused(x, 0) for x in kv)) for q, *kv in made)
         for a, b in zip(first, second, strict=True):
             assert torch.equal(a, b)
             assert a.isfinite().all()
-            assert a.stride(-1) == 1
+        assert all(x.stride(-1) == 1 for x in made[0])
         if case.name != "constant":
             assert not torch.equal(first[2], other[2])
         assert first[0].shape == case.shape.q
@@ -173,20 +178,41 @@ def test_a_refusal_is_skipped_and_nothing_but_skips_fails(monkeypatch, capsys):
     assert checked("ragged", picky_about_strides).verdict == "FAIL"
 
 
+def assert_keys_without_queries(case: Case, visible: torch.Tensor):
+    """visible: bool [batch, 1, seq_q, seq_k]"""
+    rng = torch.Generator().manual_seed(0)
+    for hidden in (0, 0.5, 0.9, 1):
+        sees_no_key = torch.rand(case.shape.q[:3], generator=rng) < hidden
+        sees_no_key |= ~visible.any(-1)
+        sees = visible & ~sees_no_key[..., None]
+        expected = ~sees.unflatten(1, (2, 2)).any(2).any(2)
+        assert torch.equal(accuracy.keys_without_queries(case, sees_no_key), expected)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(5, 5), (3, 6), (6, 3), (1, 4)])
 def test_keys_without_queries(seq_q, seq_k, causal):
-    shape = Shape(2, 4, 2, seq_q, seq_k, 8)
-    rng = torch.Generator().manual_seed(0)
-    visible = torch.ones(seq_q, seq_k, dtype=torch.bool)
-    if causal:
-        visible = visible.tril(seq_k - seq_q)
-    for hidden in (0, 0.5, 0.9, 1):
-        sees_no_key = torch.rand(shape.q[:3], generator=rng) < hidden
-        sees_no_key |= ~visible.any(1)
-        sees = visible & ~sees_no_key[..., None]
-        expected = ~sees.unflatten(1, (2, 2)).any(2).any(2)
-        assert torch.equal(accuracy.keys_without_queries(sees_no_key, shape, causal), expected)
+    case = Case("keys", Shape(2, 4, 2, seq_q, seq_k, 8), torch.bfloat16, causal)
+    visible = torch.ones(2, 1, seq_q, seq_k, dtype=torch.bool)
+    assert_keys_without_queries(case, visible.tril(seq_k - seq_q) if causal else visible)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(0, 0), (1, 2), (3, 0), (UNLIMITED, 1), (UNLIMITED,) * 2])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_keys_without_queries_of_lengths(is_packed, window, causal):
+    batch, total_q, total_k = (1, 9, 21) if is_packed else (3, 5, 7)
+    seqlens = ((5, 0, 1, 3), (7, 4, 8, 2)) if is_packed else (None, None)
+    lengths = CaseLengths(*seqlens, (6, 4, 0, 2) if is_packed else (7, 0, 4), *window)
+    shape = Shape(batch, 4, 2, total_q, total_k, 8)
+    case = Case("keys", shape, torch.bfloat16, causal, lengths=lengths)
+    visible = torch.zeros(batch, 1, total_q, total_k, dtype=torch.bool)
+    left, right = window[0], 0 if causal else window[1]
+    for i, queries, keys in case.sequences:
+        for n, j in product(range(queries.start, queries.stop), range(keys.start, keys.stop)):
+            to_end = (keys.stop - j) - (queries.stop - n)  # own key - j
+            visible[i, 0, n, j] = -right <= to_end <= left
+    assert_keys_without_queries(case, visible)
 
 
 class OtherGrid(TorchBackend):

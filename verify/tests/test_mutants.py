@@ -39,7 +39,7 @@ def without_optimization(monkeypatch):
 @pytest.mark.parametrize(("name", "case"), ORIGINALS)
 def test_accepted(name, case):
     step = find_step(name)
-    result = on_cpu(step, *find_cases([case], step.operation))
+    result = on_cpu(step, *find_cases([case], step.operation, lengths=step.takes_lengths))
     assert result.passed, str(result)
 
 
@@ -50,7 +50,8 @@ def test_rejected(path):
     assert patch.header["breaks"]
     mutant = read_step(patch.write())
     assert mutant.name == path.stem
-    for case in find_cases(patch.header["cases"].split(), mutant.operation):
+    names = patch.header["cases"].split()
+    for case in find_cases(names, mutant.operation, lengths=mutant.takes_lengths):
         backend = CpuBackend(0)
         backend.build(mutant, case.specialization)  # what does not compile is not rejected
         result = check_case(mutant, case, [backend])

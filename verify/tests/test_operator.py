@@ -464,7 +464,7 @@ class FakeBackend:
         return LaunchDescriptor(alignment=1)
 
     def prepare(self, step, spec) -> Callable:
-        return lambda tensors, scalars: tensors[3].fill_(id(self) % 251)
+        return lambda tensors, scalars, lengths: tensors[3].fill_(id(self) % 251)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import common
-from common import UsageError, attention, paths
+from common import UsageError, attention, attention_varlen, paths
 from common.catalog import all_steps
 from common.paths import ROOT, build_dir
 
@@ -222,17 +222,18 @@ except ModuleNotFoundError as error:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads is of Python 3.11")
-def test_overloads_take_what_attention_takes() -> None:
-    parameters = dict(inspect.signature(attention).parameters)
+@pytest.mark.parametrize("function", [attention, attention_varlen])
+def test_overloads_take_what_the_function_takes(function) -> None:
+    parameters = dict(inspect.signature(function).parameters)
     assert parameters.pop("unknown").kind is inspect.Parameter.VAR_KEYWORD
-    overloads = typing.get_overloads(attention)
+    overloads = typing.get_overloads(function)
     assert [function.__annotations__["return"] for function in overloads] == [
         "Tensor",
         "tuple[Tensor, Tensor]",
         "Tensor | tuple[Tensor, Tensor]",
     ]
-    for function in overloads:
-        declared = inspect.signature(function).parameters
+    for overload in overloads:
+        declared = inspect.signature(overload).parameters
         assert {name: p.kind for name, p in declared.items()} == {
             name: p.kind for name, p in parameters.items()
         }
