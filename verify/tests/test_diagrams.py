@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from common.catalog import find_step
-from common.problem import COUNTED
-from common.report.diagrams import blocks, figures
+from common.problem import COUNTED, Specialization
+from common.report.diagrams import blocks, figures, ragged_map
 from common.report.diagrams.fragments import (
     CHUNKS,
     a_fragment,
@@ -429,6 +429,39 @@ def test_each_schedule_has_each_work_tile_once():
         assert set(taken) == everything
     assert len({blocks.tiles(work_tiles) for work_tiles in by_sm}) == 1  # all are done at once
     assert max(map(blocks.tiles, blocks.as_they_come())) > blocks.tiles(by_sm[0])
+
+
+def test_the_tiles_of_a_window_are_masked_where_they_must_be():
+    """By the keys that each query sees, of the work tiles of v14."""
+    descriptor = CpuBackend().descriptor(find_step("v14"), Specialization(128, "bf16", True))
+    tile_keys, rows = ragged_map.BLOCK_N, ragged_map.WARP_ROWS
+    assert (ragged_map.BLOCK_M, tile_keys) == (descriptor.q_box.rows, descriptor.k_box.rows)
+    assert ragged_map.WARPS * rows == ragged_map.BLOCK_M
+
+    def sees(row: int, key: int) -> bool:  # from k_start on
+        return row <= key <= row + ragged_map.WINDOW_LEFT
+
+    tiles = ragged_map.num_tiles()
+    last = ragged_map.BLOCK_M - 1
+    assert any(sees(last, key) for key in range((tiles - 1) * tile_keys, tiles * tile_keys))
+    assert not sees(last, tiles * tile_keys)
+    for warp in range(ragged_map.WARPS):
+        group = warp // 4 * 64
+        for tile in range(tiles):
+            keys = range(tile * tile_keys, (tile + 1) * tile_keys)
+            of_warp = product(range(warp * rows, (warp + 1) * rows), keys)
+            of_group = product(range(group, group + 64), keys)
+            is_clear = all(sees(*place) for place in of_warp)
+            assert (tile in ragged_map.clear_tiles(warp)) == is_clear
+            assert (tile < ragged_map.group_tiles(warp)) == any(sees(*place) for place in of_group)
+
+
+def test_a_ragged_map_begins_a_tensor_before_it():
+    rows, end, first = ragged_map.ROWS, ragged_map.END, ragged_map.FIRST
+    assert ragged_map.row_of(0, 0) == -rows
+    assert ragged_map.row_of(ragged_map.coordinate(first, end), end) == first
+    assert ragged_map.coordinate(end, end) == rows
+    assert ragged_map.STARTS[1] <= first < end < first + ragged_map.TILE < ragged_map.STARTS[3]
 
 
 # ---- how they are drawn

@@ -13,6 +13,7 @@ from . import (
     blocks,
     hopper,
     hopper_backward,
+    ragged_map,
     ring,
     softmax,
     split_keys,
@@ -35,6 +36,7 @@ def figures() -> dict[str, str]:
         backward_turns,
         backward_order,
         split_keys,
+        ragged_map,
         ring,
     )
     return files({name: one for module in modules for name, one in module.figures().items()})
