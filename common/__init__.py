@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from .errors import UsageError
 
 if TYPE_CHECKING:
-    from .functional import attention
+    from .functional import attention, attention_varlen
 
-__all__ = ["UsageError", "__version__", "attention"]
+__all__ = ["UsageError", "__version__", "attention", "attention_varlen"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
     """Imports attention, and with it torch, when it is first asked for: reports need neither."""
-    if name != "attention":
+    if name not in ("attention", "attention_varlen"):
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    from .functional import attention
+    from . import functional
 
-    globals()[name] = attention
-    return attention
+    globals()[name] = getattr(functional, name)
+    return globals()[name]

@@ -1,4 +1,5 @@
-"""The operators behind attention(): torch.ops.attention_worklog.forward and .backward.
+"""The operators behind attention(): torch.ops.attention_worklog.forward and .backward and, where
+sequences have lengths or queries a window, .forward_lengths and .backward_lengths.
 
 torch.compile and CUDA graphs see one call each, whose fake gives the outputs' shapes and strides.
 What a step depends on is looked up. The rest is computed, lengths and strides included: in decoding
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,7 +23,8 @@ from torch.autograd.function import _SingleLevelFunction
 from .cache import Cache
 from .catalog import STEPS_DIR, all_steps, find_step
 from .errors import NotEnoughMemoryError, UsageError
-from .operation import BACKWARD, FORWARD, SIZES, Operand, Operation
+from .lengths import UNLIMITED, Lengths
+from .operation import BACKWARD, FORWARD, Operand, Operation
 from .runtime.backend import (
     DTYPE_NAMES,
     Backend,
@@ -30,7 +33,7 @@ from .runtime.backend import (
     refuse,
     specialization,
 )
-from .runtime.launch import check_alignment, sizes_of, strides
+from .runtime.launch import check_alignment, strides
 from .step import Step, are_few
 
 MOST_ALIGNMENT = 64  # bytes: no step asks for rows aligned to more
@@ -52,8 +55,23 @@ _library.define(
     "float? softmax_scale, str? step, bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_tags,
 )
+_library.define(
+    "forward_lengths(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? seqused_k, int window_left, int window_right, bool causal, float? softmax_scale, "
+    "str? step, str? backward_step, bool deterministic) -> (Tensor o, Tensor lse)",
+    tags=_tags,
+)
+_library.define(
+    "backward_lengths(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor dout, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, int window_left, "
+    "int window_right, bool causal, float? softmax_scale, str? step, bool deterministic) -> "
+    "(Tensor dq, Tensor dk, Tensor dv)",
+    tags=_tags,
+)
 forward = torch.ops.attention_worklog.forward.default
 backward = torch.ops.attention_worklog.backward.default
+forward_lengths = torch.ops.attention_worklog.forward_lengths.default
+backward_lengths = torch.ops.attention_worklog.backward_lengths.default
 
 _calls = Cache()  # _Chosen, by all that the choice depends on
 # Never removed: what a backend has loaded stays loaded, and cached calls refer to it.
@@ -108,6 +126,51 @@ def _forward(
     return outputs or _call_as_they_lie(FORWARD, key, (q, k, v), causal, scale, step, deterministic)
 
 
+def _forward_lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    window_left: int,
+    window_right: int,
+    causal: bool,
+    softmax_scale: float | None,
+    step: str | None,
+    backward_step: str | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse; arguments and exceptions as in common.attention or, with cu_seqlens, as in
+    common.attention_varlen. window_left and window_right are the sides of its window.
+    """
+    inputs = (q, k, v)
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, window_left, window_right, causal)
+    # Each time: a backend checks the shapes of q, k and v, and nothing of these.
+    _validate_lengths(inputs, lengths)
+    if q.is_cpu:  # elsewhere the host would wait for the values
+        _validate_values(inputs, lengths)
+    key = (
+        *("lengths", step, backward_step, deterministic, causal, q.shape[-1]),
+        *(q.dtype, q.device, k.dtype, k.device, v.dtype, v.device),
+    )
+    chosen = _calls.get(key)
+    if chosen is None:
+        _validate(FORWARD, inputs, lengths)
+        if backward_step is not None:
+            _find(BACKWARD, backward_step, deterministic, lengths)
+        batched = _batched(inputs, lengths)
+        chosen = _calls.add(
+            key,
+            _choose(FORWARD, batched, causal, step, deterministic, lengths, as_they_lie=False),
+        )
+    scale = chosen.default_scale if softmax_scale is None else softmax_scale
+    outputs = _try(FORWARD, chosen.call, inputs, scale, lengths)
+    return outputs or _call_as_they_lie(
+        FORWARD, key, inputs, causal, scale, step, deterministic, lengths
+    )
+
+
 def _backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -142,15 +205,70 @@ def _backward(
     return outputs or _call_as_they_lie(BACKWARD, key, inputs, causal, scale, step, deterministic)
 
 
+def _backward_lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    window_left: int,
+    window_right: int,
+    causal: bool,
+    softmax_scale: float | None,
+    step: str | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Likewise, where o and lse are what forward_lengths returned."""
+    inputs = (q, k, v, o, lse, dout)
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, window_left, window_right, causal)
+    _validate_lengths(inputs[:3], lengths)
+    if not q.dim() == o.dim() == dout.dim():
+        _validate_shapes(BACKWARD, inputs, _is_packed(lengths))
+    if q.is_cpu:
+        _validate_values(inputs[:3], lengths)
+    key = (
+        *("lengths", step, deterministic, causal, q.shape[-1]),
+        *[(t.dtype, t.device) for t in inputs],
+    )
+    chosen = _calls.get(key)
+    if chosen is None:
+        _validate(BACKWARD, inputs, lengths)
+        batched = _batched(inputs, lengths)
+        chosen = _calls.add(
+            key,
+            _choose(BACKWARD, batched, causal, step, deterministic, lengths, as_they_lie=False),
+        )
+    scale = chosen.default_scale if softmax_scale is None else softmax_scale
+    outputs = None
+    if lse.is_contiguous() and lse.shape == _rows(q.shape) and dout.stride(-1) == 1:
+        outputs = _try(BACKWARD, chosen.call, inputs, scale, lengths)
+    return outputs or _call_as_they_lie(
+        BACKWARD, key, inputs, causal, scale, step, deterministic, lengths
+    )
+
+
 def _try(
-    operation: Operation, call: Call, inputs: tuple[torch.Tensor, ...], softmax_scale: float
+    operation: Operation,
+    call: Call,
+    inputs: tuple[torch.Tensor, ...],
+    softmax_scale: float,
+    lengths: Lengths | None = None,
 ) -> tuple[torch.Tensor, ...] | None:
     """The outputs of a call; None where its step cannot take these inputs."""
     try:
-        outputs = empty_outputs(operation, inputs)
-        workspace = call(inputs + outputs, (softmax_scale,))
+        if lengths is None:
+            outputs = empty_outputs(operation, inputs)
+            tensors = inputs + outputs
+        else:
+            outputs = _outputs(operation, inputs, lengths)
+            tensors = _batched(inputs + outputs, lengths)
+        workspace = call(tensors, (softmax_scale,), lengths)
     except (RuntimeError, NotEnoughMemoryError):  # perhaps of shapes that do not fit
-        _validate(operation, inputs)
+        _validate(operation, inputs, lengths)
         raise
     return None if workspace is None else outputs
 
@@ -163,24 +281,61 @@ def _call_as_they_lie(
     softmax_scale: float,
     step: str | None,
     deterministic: bool,
+    lengths: Lengths | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The outputs, where the step of that key cannot take these inputs: another one may, or copies.
 
     Raises UsageError where none can, or shapes do not fit together.
     """
-    _validate(operation, inputs)
-    key = (*key, _alignment(_fixed(operation, inputs).values()))
+    _validate(operation, inputs, lengths)
+    batched = _batched(inputs, lengths)
+    key = (*key, _alignment(_fixed(operation, batched).values()))
     chosen = _calls.get(key) or _calls.add(
-        key, _choose(operation, inputs, causal, step, deterministic, as_they_lie=True)
+        key,
+        _choose(operation, batched, causal, step, deterministic, lengths, as_they_lie=True),
     )
-    inputs = tuple(
+    batched = tuple(
         t if operand.name not in COPIED or _is_readable(operand, t, chosen.alignment) else _copy(t)
-        for operand, t in zip(operation.inputs, inputs, strict=True)
+        for operand, t in zip(operation.inputs, batched, strict=True)
     )
-    outputs = empty_outputs(operation, inputs)
-    if chosen.call((*inputs, *outputs), (softmax_scale,)) is None:
-        refuse(chosen.step, chosen.alignment, (*inputs, *outputs))
+    outputs = _outputs(operation, inputs, lengths)
+    tensors = batched + _batched(outputs, lengths)
+    if chosen.call(tensors, (softmax_scale,), lengths) is None:
+        refuse(chosen.step, chosen.alignment, tensors)
     return outputs
+
+
+def _outputs(
+    operation: Operation, inputs: Sequence[torch.Tensor], lengths: Lengths | None
+) -> tuple[torch.Tensor, ...]:
+    """New outputs. Those of packed sequences are no views of a batch's: autograd would let nobody
+    change them in place.
+    """
+    if not _is_packed(lengths) or operation is BACKWARD:  # gradients have their inputs' axes
+        return empty_outputs(operation, inputs)
+    q, _, _ = inputs
+    o = torch.empty_like(q)
+    if o.stride(-1) != 1:  # the axes of q overlap
+        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return o, torch.empty(_rows(q.shape), dtype=torch.float32, device=q.device)
+
+
+def _rows(q: torch.Size) -> tuple[int, ...]:
+    """The shape of lse, by that of q, which has three axes where sequences are packed."""
+    return (q[1], q[0]) if len(q) == 3 else q[:3]
+
+
+def _batched(
+    tensors: tuple[torch.Tensor, ...], lengths: Lengths | None
+) -> tuple[torch.Tensor, ...]:
+    """As a backend takes them: packed sequences are the rows of a batch of one."""
+    if not _is_packed(lengths):
+        return tensors
+    return tuple((t.transpose(0, 1) if t.dim() == 3 else t).unsqueeze(0) for t in tensors)
+
+
+def _is_packed(lengths: Lengths | None) -> bool:
+    return lengths is not None and lengths.cu_seqlens_q is not None
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:
@@ -193,6 +348,15 @@ def _fake(operation: Operation, *arguments) -> tuple[torch.Tensor, ...]:
     inputs = _tensors(operation, arguments)
     _validate(operation, inputs)
     return empty_outputs(operation, inputs)
+
+
+def _fake_lengths(operation: Operation, *arguments) -> tuple[torch.Tensor, ...]:
+    """Likewise, where there are lengths. Of these only the shapes are there."""
+    inputs = _tensors(operation, arguments)
+    lengths = _lengths(*arguments[len(inputs) :][:6])
+    _validate_lengths(inputs[:3], lengths)
+    _validate(operation, inputs, lengths)
+    return _outputs(operation, inputs, lengths)
 
 
 def _tensors(operation: Operation, arguments: Sequence) -> tuple[torch.Tensor, ...]:
@@ -214,23 +378,50 @@ class _Attention(_Node):
     """forward, whose gradients are those of backward."""
 
     @staticmethod
-    def forward(ctx, keys, q, k, v, causal, softmax_scale, step, backward_step, deterministic):
-        options = (causal, softmax_scale, step, backward_step, deterministic)
+    def forward(ctx, keys, q, k, v, *options):
         o, lse = _below_node(forward, _forward, keys, q, k, v, *options)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = causal, softmax_scale, backward_step, deterministic
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # of lse they would be zeros that nobody reads
+        _set_up(ctx, lse, options)
         return o, lse
 
     @staticmethod
     def backward(ctx, dout, _):
-        if dout is None:
-            return (None,) * 9
-        gradients = backward(*ctx.saved_tensors, dout, *ctx.options)
-        needed = ctx.needs_input_grad[1:4]
-        asked = (g if need else None for g, need in zip(gradients, needed, strict=True))
-        return None, *asked, None, None, None, None, None
+        return _differentiate(ctx, backward, dout)
+
+
+class _AttentionOfLengths(_Node):
+    """forward_lengths, whose gradients are those of backward_lengths."""
+
+    @staticmethod
+    def forward(ctx, keys, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *options):
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+        o, lse = _below_node(forward_lengths, _forward_lengths, keys, q, k, v, *lengths, *options)
+        ctx.save_for_backward(q, k, v, o, lse, *lengths)
+        _set_up(ctx, lse, options)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        return _differentiate(ctx, backward_lengths, dout)
+
+
+def _set_up(ctx, lse: torch.Tensor, options: Sequence) -> None:
+    """Sets up a node of o and lse, for _differentiate()."""
+    ctx.options = options
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)  # of lse they would be zeros that nobody reads
+
+
+def _differentiate(ctx, operator, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of all that a node takes, by an operator; None of what needs none."""
+    needed = ctx.needs_input_grad
+    if dout is None:
+        return (None,) * len(needed)
+    q, k, v, o, lse, *lengths = ctx.saved_tensors
+    *options, _, backward_step, deterministic = ctx.options
+    gradients = operator(q, k, v, o, lse, dout, *lengths, *options, backward_step, deterministic)
+    asked = [g if need else None for g, need in zip(gradients, needed[1:4], strict=True)]
+    return None, *asked, *[None] * (len(needed) - 4)
 
 
 class _Gradients(_Node):
@@ -249,6 +440,14 @@ class _Gradients(_Node):
             "a second derivative was asked for, and attention has only the first: take torch's "
             "scaled_dot_product_attention with SDPBackend.MATH, or detach the gradients"
         )
+
+
+class _GradientsOfLengths(_Gradients):
+    """Likewise backward_lengths."""
+
+    @staticmethod
+    def forward(ctx, keys, *arguments):
+        return _below_node(backward_lengths, _backward_lengths, keys, *arguments)
 
 
 def _forward_autograd(
@@ -282,12 +481,35 @@ def _backward_autograd(
     keys: DispatchKeySet, *arguments
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Likewise for backward."""
-    inputs = _tensors(BACKWARD, arguments)
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(BACKWARD, inputs)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+    if _needs_node(BACKWARD, arguments):
         return _record(_Gradients, keys, *arguments)
     return _below_autograd(backward, _backward, keys, *arguments)
+
+
+def _forward_lengths_autograd(
+    keys: DispatchKeySet, *arguments
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likewise for forward_lengths."""
+    if _needs_node(FORWARD, arguments):
+        return _record(_AttentionOfLengths, keys, *arguments)
+    return _below_autograd(forward_lengths, _forward_lengths, keys, *arguments)
+
+
+def _backward_lengths_autograd(
+    keys: DispatchKeySet, *arguments
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Likewise for backward_lengths."""
+    if _needs_node(BACKWARD, arguments):
+        return _record(_GradientsOfLengths, keys, *arguments)
+    return _below_autograd(backward_lengths, _backward_lengths, keys, *arguments)
+
+
+def _needs_node(operation: Operation, arguments: Sequence) -> bool:
+    """Whether something requires grad here. Raises UsageError for a tangent."""
+    inputs = _tensors(operation, arguments)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(operation, inputs)
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
 
 
 def _record(node: type[_Node], keys: DispatchKeySet, *arguments):
@@ -324,7 +546,7 @@ def _refuse_tangents(operation: Operation, inputs: Sequence[torch.Tensor]) -> No
 
 
 def _autocast(
-    device_type: str, key: DispatchKey, q, k, v, *options
+    operator, device_type: str, key: DispatchKey, q, k, v, *options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Casts q, k and v to the dtype of torch.autocast, as scaled_dot_product_attention does.
 
@@ -338,7 +560,7 @@ def _autocast(
         return t.to(dtype) if here and t.dtype != torch.float64 else t
 
     with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key)):
-        return forward(cast(q), cast(k), cast(v), *options)
+        return operator(cast(q), cast(k), cast(v), *options)
 
 
 def _vmap(operation: Operation, operator, info, in_dims, *arguments):
@@ -355,20 +577,61 @@ def _vmap(operation: Operation, operator, info, in_dims, *arguments):
     return outputs, (0,) * len(outputs)
 
 
-def _register(operation: Operation, operator, implementation, autograd) -> None:
-    name = operation.name
+def _vmap_lengths(operation: Operation, operator, info, in_dims, *arguments):
+    """Likewise of a window alone: lengths are those of one batch."""
+    lengths = arguments[len(operation.inputs) :][:3]
+    names = [name for name, t in zip(Lengths._fields, lengths, strict=False) if t is not None]
+    if names:
+        raise UsageError(
+            f"torch.vmap maps over no call with {' and '.join(names)}: put all sequences into one"
+        )
+    return _vmap(operation, operator, info, in_dims, *arguments)
+
+
+def _register(operator, implementation, autograd, fake, vmap) -> None:
     # One for all devices, so that a device without a backend gets our error message.
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    _library.impl(name, autograd, "Autograd", with_keyset=True)
-    qualified = f"attention_worklog::{name}"
-    torch.library.register_fake(qualified, partial(_fake, operation), lib=_library)
-    torch.library.register_vmap(qualified, partial(_vmap, operation, operator), lib=_library)
+    _library.impl(operator, implementation, "CompositeExplicitAutograd")
+    _library.impl(operator, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(operator, fake, lib=_library)
+    torch.library.register_vmap(operator, vmap, lib=_library)
 
 
-_register(FORWARD, forward, _forward, _forward_autograd)
-_register(BACKWARD, backward, _backward, _backward_autograd)
-_library.impl("forward", partial(_autocast, "cpu", DispatchKey.AutocastCPU), "AutocastCPU")
-_library.impl("forward", partial(_autocast, "cuda", DispatchKey.AutocastCUDA), "AutocastCUDA")
+def _register_autocast(operator) -> None:
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        cast = partial(_autocast, operator, device_type, getattr(DispatchKey, key))
+        _library.impl(operator, cast, key)
+
+
+_register(
+    forward,
+    _forward,
+    _forward_autograd,
+    partial(_fake, FORWARD),
+    partial(_vmap, FORWARD, forward),
+)
+_register(
+    backward,
+    _backward,
+    _backward_autograd,
+    partial(_fake, BACKWARD),
+    partial(_vmap, BACKWARD, backward),
+)
+_register(
+    forward_lengths,
+    _forward_lengths,
+    _forward_lengths_autograd,
+    partial(_fake_lengths, FORWARD),
+    partial(_vmap_lengths, FORWARD, forward_lengths),
+)
+_register(
+    backward_lengths,
+    _backward_lengths,
+    _backward_lengths_autograd,
+    partial(_fake_lengths, BACKWARD),
+    partial(_vmap_lengths, BACKWARD, backward_lengths),
+)
+_register_autocast(forward)
+_register_autocast(forward_lengths)
 
 
 def _choose(
@@ -377,14 +640,18 @@ def _choose(
     causal: bool,
     step: str | None,
     deterministic: bool,
+    lengths: Lengths | None = None,
+    *,
     as_they_lie: bool,
 ) -> _Chosen:
     """The given step, or the highest one that can run such inputs, or these as their rows lie."""
     backend = _backend(inputs[0].device)
     if step is None:
-        found = highest_step(backend, operation, inputs, causal, deterministic, as_they_lie)
+        found = highest_step(
+            backend, operation, inputs, causal, deterministic, as_they_lie, lengths is not None
+        )
     else:
-        found = _find(operation, step, deterministic)
+        found = _find(operation, step, deterministic, lengths)
     spec = specialization(inputs, causal)
     call = backend.prepare(found, spec)
     needed = backend.descriptor(found, spec).alignment
@@ -400,41 +667,145 @@ def _alignment(tensors: Iterable[torch.Tensor]) -> int:
     return bits & -bits
 
 
-def _validate_shapes(operation: Operation, inputs: Sequence[torch.Tensor]) -> None:
+def _lengths(
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    window_left: int,
+    window_right: int,
+    causal: bool,
+) -> Lengths:
+    """The Lengths of a call, whose window has negative sides where it is unlimited."""
+    sides = (window_left, 0 if causal else window_right)
+    limits = (side if 0 <= side < UNLIMITED else UNLIMITED for side in sides)
+    return Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, *limits)
+
+
+def _validate_lengths(inputs: Sequence[torch.Tensor], lengths: Lengths) -> None:
+    """Raises UsageError unless the lengths fit together and the inputs, whatever their values are,
+    and the inputs have as many axes as the lengths say.
+    """
+    cu_seqlens_q, cu_seqlens_k, seqused_k, *_ = lengths
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        given, missing = "qk" if cu_seqlens_k is None else "kq"
+        raise UsageError(f"cu_seqlens_{given} is given without cu_seqlens_{missing}")
+    packed = cu_seqlens_q is not None
+    q, k, v = inputs
+    if not q.dim() == k.dim() == v.dim() == (3 if packed else 4):
+        _validate_shapes(FORWARD, inputs, packed)
+    for name, t in zip(Lengths._fields, lengths[:3], strict=False):
+        if t is not None:
+            _validate_length(name, t, q.device)
+    sequences = q.shape[0]
+    if packed:
+        sequences = cu_seqlens_q.shape[0] - 1
+        if cu_seqlens_k.shape[0] - 1 != sequences:
+            raise UsageError(
+                f"cu_seqlens_q and cu_seqlens_k must have the same shape, [sequences + 1], not "
+                f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
+            )
+        if sequences < 1:
+            raise UsageError(
+                f"cu_seqlens_q must be [sequences + 1], not of shape {list(cu_seqlens_q.shape)}: "
+                "there are no sequences"
+            )
+    if seqused_k is not None and seqused_k.shape[0] != sequences:
+        raise UsageError(
+            f"seqused_k must be of shape [{sequences}], a length for each sequence, not "
+            f"{list(seqused_k.shape)}"
+        )
+
+
+def _validate_length(name: str, t: torch.Tensor, device: torch.device) -> None:
+    if t.dtype != torch.int32:
+        raise UsageError(f"{name} must be int32, not {t.dtype}: pass {name}.int()")
+    if t.dim() != 1:
+        axes = "[sequences]" if name == "seqused_k" else "[sequences + 1]"
+        raise UsageError(f"{name} must be {axes}, not of shape {list(t.shape)}")
+    if not t.is_contiguous():
+        raise UsageError(
+            f"{name} must be contiguous, its stride is {t.stride(0)}: pass {name}.contiguous()"
+        )
+    if t.device != device:
+        raise UsageError(f"{name} must be on the device of q, {device}, not on {t.device}")
+
+
+def _validate_values(inputs: Sequence[torch.Tensor], lengths: Lengths) -> None:
+    """Raises UsageError unless the lengths, which _validate_lengths() has seen, fit the inputs."""
+    q, k, _ = inputs
+    cu_seqlens_q, cu_seqlens_k, seqused_k, *_ = lengths
+    if cu_seqlens_q is None:
+        keys = [k.shape[2]] * k.shape[0]
+    else:
+        _differences("cu_seqlens_q", cu_seqlens_q, "q", q.shape[0])
+        keys = _differences("cu_seqlens_k", cu_seqlens_k, "k", k.shape[0])
+    if seqused_k is None:
+        return
+    for i, (used, there) in enumerate(zip(seqused_k.tolist(), keys, strict=False)):
+        if not 0 <= used <= there:
+            raise UsageError(
+                f"seqused_k must be from 0 to the keys of a sequence: seqused_k[{i}] is {used}, "
+                f"and sequence {i} has {there}"
+            )
+
+
+def _differences(name: str, t: torch.Tensor, packed: str, total: int) -> list[int]:
+    """The sequences' lengths. Raises UsageError unless t rises from 0 to the total."""
+    first, *_, last = begins = t.tolist()
+    if first != 0:
+        raise UsageError(f"{name} must begin with 0, not with {first}")
+    lengths = [end - begin for begin, end in pairwise(begins)]
+    for i, length in enumerate(lengths):
+        if length < 0:
+            raise UsageError(
+                f"{name} must never fall: {name}[{i}] is {begins[i]}, and {name}[{i + 1}] is "
+                f"{begins[i + 1]}"
+            )
+    if last != total:
+        raise UsageError(f"{name} must end with {total}, as {packed} has rows, not with {last}")
+    return lengths
+
+
+def _validate_shapes(
+    operation: Operation, inputs: Sequence[torch.Tensor], packed: bool = False
+) -> None:
     """Raises UsageError unless the inputs' shapes fit together."""
     q, k, v = [t.shape for t in inputs[:3]]
-    _validate_shape("q", q)
-    _validate_shape("k", k)
+    axes = ["total", "heads", "head_dim"] if packed else ["batch", "heads", "seq", "head_dim"]
+    _validate_shape("q", q, axes)
+    _validate_shape("k", k, axes)
     if k != v:
-        _validate_shape("v", v)
+        _validate_shape("v", v, axes)
         raise UsageError(f"k and v must have the same shape, not {list(k)} and {list(v)}")
-    if q[0] != k[0] or q[3] != k[3]:
+    if packed:
+        if q[-1] != k[-1]:
+            raise UsageError(f"q {list(q)} and k {list(k)} must have the same head_dim")
+    elif q[0] != k[0] or q[3] != k[3]:
         raise UsageError(f"q {list(q)} and k {list(k)} must have the same batch and head_dim")
-    if q[1] % k[1]:
+    if q[1] % k[1]:  # in both layouts
         raise UsageError(f"heads ({q[1]}) must be a multiple of kv_heads ({k[1]})")
     if len(inputs) == 3:
         return
-    sizes = dict(zip(SIZES, sizes_of(inputs), strict=True)) | {"head_dim": q[3]}
-    for operand, t in zip(operation.inputs[3:], inputs[3:], strict=True):
-        shape = [sizes[axis] for axis in operand.axes]
+    for operand, t in zip(operation.inputs[3:], inputs[3:], strict=True):  # all by query
+        shape = list(q if operand.strided else _rows(q))
         if list(t.shape) != shape:
             raise UsageError(f"{operand.name} must be of shape {shape}, not {list(t.shape)}")
 
 
-def _validate_shape(name: str, shape: Sequence[int]) -> None:
-    if len(shape) != 4:
-        raise UsageError(
-            f"{name} must be [batch, heads, seq, head_dim], not of shape {list(shape)}"
-        )
+def _validate_shape(name: str, shape: Sequence[int], axes: Sequence[str]) -> None:
+    if len(shape) != len(axes):
+        raise UsageError(f"{name} must be [{', '.join(axes)}], not of shape {list(shape)}")
     if 0 in shape:
         raise UsageError(f"{name} is empty: shape {list(shape)}")
     if max(shape) >= 2**31:
         raise UsageError(f"{name} is too long: shape {list(shape)}, sizes must be below 2^31")
 
 
-def _validate(operation: Operation, inputs: Sequence[torch.Tensor]) -> None:
+def _validate(
+    operation: Operation, inputs: Sequence[torch.Tensor], lengths: Lengths | None = None
+) -> None:
     """Raises UsageError unless the inputs can be of the operation, for whatever step."""
-    _validate_shapes(operation, inputs)
+    _validate_shapes(operation, inputs, _is_packed(lengths))
     strided = {}
     for operand, t in zip(operation.inputs, inputs, strict=True):
         if operand.strided:
@@ -494,8 +865,12 @@ def _make_backend(device: torch.device) -> Backend:
     return CpuBackend()
 
 
-def _find(operation: Operation, name: str, deterministic: bool) -> Step:
-    """The step that a caller asks for. Raises UsageError where it is none for this operation."""
+def _find(
+    operation: Operation, name: str, deterministic: bool, lengths: Lengths | None = None
+) -> Step:
+    """The step that a caller asks for. Raises UsageError where it is none for this operation, or
+    for lengths.
+    """
     step = find_step(name)
     if step.operation != operation:
         names = ", ".join(other.name for other in _steps_of(operation))
@@ -503,12 +878,25 @@ def _find(operation: Operation, name: str, deterministic: bool) -> Step:
             f"{step.name} computes {step.operation.name}, not {operation.name}: the steps of "
             f"{operation.name} are {names}"
         )
+    if lengths is not None and not step.takes_lengths:
+        names = ", ".join(other.name for other in _steps_of(operation) if other.takes_lengths)
+        raise UsageError(
+            f"{step.name} takes no {_told(lengths)}: the steps that do are {names or 'missing'}"
+        )
     if deterministic and (reason := _disorder(step)):
         raise UsageError(
             f"{step.name} {reason}, and deterministic=True or torch.use_deterministic_algorithms "
             "asks for the same bits each time: take another step"
         )
     return step
+
+
+def _told(lengths: Lengths) -> str:
+    """What of them is given."""
+    names = [name for name, t in zip(Lengths._fields, lengths[:3], strict=False) if t is not None]
+    if lengths.window_left != UNLIMITED or lengths.window_right not in (0, UNLIMITED):
+        names.append("window")  # and not only causal
+    return " and no ".join(names) or "lengths or window"
 
 
 def _steps_of(operation: Operation) -> list[Step]:
@@ -527,8 +915,11 @@ def highest_step(
     causal: bool,
     deterministic: bool = False,
     as_they_lie: bool = True,
+    with_lengths: bool = False,
 ) -> Step:
     """The step that attention() uses where none is given, or would if all rows were aligned.
+
+    With lengths or a window it is one that takes them, and without it is none of those.
 
     Raises UsageError where none can run.
     """
@@ -536,6 +927,8 @@ def highest_step(
     q, *others = inputs
     few = bool(others) and are_few(q.shape[2], q.shape[1], others[0].shape[1])
     for step in reversed(_steps_of(operation)):
+        if step.takes_lengths != with_lengths:
+            continue
         if step.draft or step.only_deterministic > deterministic or step.only_few_queries > few:
             continue
         reason = (_disorder(step) if deterministic else None) or _refusal(
@@ -545,9 +938,8 @@ def highest_step(
             return step
         refusals.setdefault(reason, step.name)
     if not refusals:
-        raise UsageError(
-            f"there is no step of {operation.name} in {STEPS_DIR}: restore it, or install again"
-        )
+        what = f"{operation.name}{' for lengths and windows' if with_lengths else ''}"
+        raise UsageError(f"there is no step of {what} in {STEPS_DIR}: restore it, or install again")
     told = "; ".join(f"{name} {reason}" for reason, name in refusals.items())
     raise UsageError(f"no step can run these inputs: {told}")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from inspect import getclosurevars
 from itertools import groupby
 
 import torch
@@ -13,8 +15,10 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from .errors import UsageError
-from .functional import attention
-from .operator import DTYPE_NAMES
+from .functional import attention, attention_varlen
+from .lengths import UNLIMITED
+from .operation import BACKWARD, FORWARD, Operation
+from .operator import DTYPE_NAMES, _backend, highest_step
 from .step import HEAD_DIMS
 
 NAME = "attention_worklog"
@@ -26,22 +30,27 @@ _told: set[str] = set()  # the reasons that have had their warning
 def register() -> None:
     """Makes attn_implementation="attention_worklog" known to transformers, in this process.
 
-    A model that takes it calls attention() wherever its mask is full or causal, with padding or
-    without: in prefill, in training, and in generation with a cache. Key and value keep their
-    kv_heads. A padded batch is one call for each run of sequences with the same padding, on slices
-    of q, k and v without a copy, and rows of padding are 0 where the mask is causal. Such a call is
-    small: a batch of many different lengths takes its time from the number of calls.
+    A model that takes it calls attention() wherever its mask is full or causal, or a sliding window
+    of either, with padding or without: in prefill, in training, and in generation with a cache. Key
+    and value keep their kv_heads. Rows of padding are 0 where the mask is causal or has a window.
 
-    Whether a padding mask masks anything is read once per forward pass, not per layer, and for that
-    the host waits for the GPU, as it does for transformers' own SDPA; without an attention_mask it
-    does not. generate() always makes one.
+    A batch whose sequences all have the same padding is one call, on slices of q, k and v without a
+    copy; one with several paddings is one call of attention_varlen(), where what cannot be viewed
+    as packed is copied: no keys in decoding. Where no step takes lengths of these inputs, or has
+    their gradients where those are needed, it is a call of attention() for each run of sequences
+    with the same padding: such a call is small, and a batch of many different lengths takes its
+    time from the number of calls.
+
+    Whether a padding mask masks anything is read once per forward pass, not per layer (twice where
+    only some layers have a window), and for that the host waits for the GPU, as it does for
+    transformers' own SDPA; without an attention_mask it does not. generate() always makes one.
 
     What attention() does not compute, transformers' SDPA does, with a warning for each reason: any
-    other mask (sliding windows and chunks shorter than the sequence, packed sequences, a padding
-    mask with holes, one that torch.compile traces, a decoding step on a static cache), dropout,
-    a position bias, a paged cache, output_attentions (SDPA does not return them either), and
-    inputs outside of its limits. Logit softcapping and attention sinks are errors, since SDPA has
-    neither.
+    other mask (chunks shorter than the sequence, packed sequences, a padding mask with holes, one
+    that torch.compile traces, a decoding step on a static cache), a window shorter than the
+    sequence where no step takes it or has its gradients, dropout, a position bias, a paged cache,
+    output_attentions (SDPA does not return them either), and inputs outside of its limits.
+    Logit softcapping and attention sinks are errors, since SDPA has neither.
 
     Raises:
         UsageError: transformers is missing or older than 5.4. Later, in the model: it caps its
@@ -64,6 +73,10 @@ def register() -> None:
     transformers.AttentionMaskInterface.register(NAME, make_mask)
 
 
+Window = tuple[int, int]  # keys before and after its own that a query sees, UNLIMITED for all
+FULL, CAUSAL = (UNLIMITED, UNLIMITED), (UNLIMITED, 0)
+
+
 @dataclass(frozen=True)
 class Segment:
     """Consecutive sequences of a batch, whose queries see no keys but these."""
@@ -72,19 +85,28 @@ class Segment:
     queries: slice  # the others see no key
     keys: slice
 
+    def limits(self, window: Window) -> Window:
+        """The window as attention() takes it: -1 for a side that reaches beyond these keys."""
+        first, last = (span.stop - span.start - 1 for span in (self.queries, self.keys))
+        left, right = window
+        return left if left < last else -1, right if right < first else -1
 
-class PaddingMask(Tensor):
+
+class SegmentMask(Tensor):
     """A mask [batch, 1, seq_q, seq_k] whose values are made only where an operator reads them.
 
     dense() is the bool tensor that it stands for, True where a query sees a key. It is a tensor so
-    that models can treat it as one. attention_forward() looks at the segments alone: in each, the
-    last query sees the last key if the mask is causal, and all queries see all keys otherwise.
+    that models can treat it as one. attention_forward() looks at the segments and the window alone:
+    in each segment the last query is at the last key, unless the window is FULL.
     """
 
     @staticmethod
-    def __new__(cls, shape, device, segments, causal, dense):
+    def __new__(cls, shape, device, segments, window, dense):
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.segments, mask.causal, mask.dense = segments, causal, dense
+        mask.segments, mask.window, mask.dense = segments, window, dense
+        # Whether it hides a key that a full or a causal mask would show.
+        mask.is_window = any(s.limits(window) not in ((-1, -1), (-1, 0)) for s in segments)
+        mask.lengths = cache(partial(_lengths, segments, *shape[2:]))
         return mask
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -93,6 +115,28 @@ class PaddingMask(Tensor):
     def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
         args, kwargs = tree_map_only(cls, lambda mask: mask.dense(), (args, kwargs or {}))
         return operator(*args, **kwargs)
+
+
+def _lengths(
+    segments: tuple[Segment, ...], seq_q: int, seq_k: int, device: torch.device, groups: int
+) -> tuple[Tensor, ...]:
+    """cu_seqlens_q, cu_seqlens_k and seqused_k of what _pack() returns.
+
+    Each sequence is three: what it sees and is seen of it, and what lies before and behind that,
+    whose queries have no keys. The host does not wait for the GPU.
+    """
+    spans = [segment for segment in segments for _ in range(segment.sequences * groups)]
+    values = [0]
+    for i, span in enumerate(spans):
+        values += (i * seq_q + end for end in (span.queries.start, span.queries.stop, seq_q))
+    values.append(0)
+    for i, span in enumerate(spans):
+        values += (i * seq_k + end for end in (span.keys.start, span.keys.stop, seq_k))
+    for span in spans:
+        values += (0, span.keys.stop - span.keys.start, 0)
+    tensor = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    ends = 3 * len(spans) + 1
+    return tensor.to(device, non_blocking=True).split([ends, ends, ends - 1])
 
 
 def make_mask(
@@ -124,15 +168,11 @@ def make_mask(
 
     Returns:
         None where all there is to know is whether the attention is causal, with the last query at
-        the last key; a PaddingMask where each sequence sees one run of keys; else a bool tensor
-        [batch, 1, seq_q, seq_k] with the reason as its attribute.
+        the last key; a SegmentMask where each sequence sees one run of keys, or a window of it;
+        else a bool tensor [batch, 1, seq_q, seq_k] with the reason as its attribute, or without
+        where torch.compile traces it.
     """
-    from transformers.masking_utils import (
-        bidirectional_mask_function,
-        causal_mask_function,
-        prepare_padding_mask,
-        sdpa_mask,
-    )
+    from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
     dense = partial(
         sdpa_mask,
@@ -149,38 +189,78 @@ def make_mask(
         **options,
     )
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
-    if local_size is None:
-        causal = mask_function is causal_mask_function
-        is_plain = causal or mask_function is bidirectional_mask_function
-    else:  # mask_function is a closure; nothing but a window lets its mask be skipped
-        causal = allow_is_causal_skip
-        is_plain = may_skip
-    reads = isinstance(attention_mask, Tensor) or isinstance(q_offset, Tensor)
-    if torch.compiler.is_compiling() and (reads or not is_plain or not may_skip):
-        return dense()
-    if not is_plain:
-        return _explained(dense(), "the mask is neither causal nor full")
+    if torch.compiler.is_compiling():  # which can neither read a tensor nor look into a closure
+        if not may_skip or isinstance(attention_mask, Tensor) or isinstance(q_offset, Tensor):
+            return dense()
+        end_q, end_k = q_offset + q_length, kv_offset + kv_length
+        is_short = local_size is None or max(end_q, end_k) <= local_size
+        return None if is_short and (end_q == end_k or not allow_is_causal_skip) else dense()
+    window = _window(mask_function, kv_offset + kv_length)
+    if window is None:
+        return _explained(dense(), "the mask is neither causal nor full, nor a window")
     if q_length == 1 and not may_skip:
         # generate() makes it for a model that it has compiled, and only the GPU knows its length.
         return _explained(dense(), "transformers asks for a mask to decode on a static cache")
     offset = int(q_offset) - kv_offset
-    if local_size is not None and max(offset + q_length, kv_length) + kv_offset > local_size:
-        return _explained(dense(), f"a window of {local_size} is shorter than the sequence")
+    window = _without_idle_sides(window, kv_length, offset, offset + q_length)
+    ends_together = offset + q_length == kv_length
+    if window != FULL and window[1] and not ends_together:
+        return _explained(dense(), "a window of keys on both sides does not end at the last key")
 
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length]
     if padding is None or padding.all():
-        if may_skip and (not causal or offset + q_length == kv_length):
+        if may_skip and (window == FULL or (window == CAUSAL and ends_together)):
             return None
-        segments = _segments([(0, kv_length)] * batch_size, q_length, offset, causal)
+        runs = [(0, kv_length)] * batch_size
     else:
         runs = _runs(padding)
         if runs is None:
             return _explained(dense(), "a sequence's padding mask has holes")
-        segments = _segments(runs, q_length, offset, causal)
-    shape = (batch_size, 1, q_length, kv_length)
-    return PaddingMask(shape, device, segments, causal, cache(dense))
+    segments = _segments(runs, q_length, offset, window)
+    return SegmentMask((batch_size, 1, q_length, kv_length), device, segments, window, cache(dense))
+
+
+def _window(mask_function: Callable, end: int) -> Window | None:
+    """The window that one of transformers' mask functions shows. None if it shows anything else.
+
+    end: the positions of all keys are below it.
+    """
+    from transformers import masking_utils as known
+
+    if mask_function is known.causal_mask_function:
+        return CAUSAL
+    if mask_function is known.bidirectional_mask_function:
+        return FULL
+    # All others are closures: each kind has its code, and what it has been made of.
+    code = getattr(mask_function, "__code__", None)
+    if code is known.and_masks().__code__:
+        windows = [_window(part, end) for part in _made_of(mask_function, "mask_functions")]
+        return None if None in windows else tuple(map(min, zip(*windows, strict=True)))
+    if code is known.sliding_window_overlay(1).__code__:
+        size = _made_of(mask_function, "sliding_window")
+        return (size - 1, UNLIMITED) if size > 0 else None
+    if code is known.sliding_window_bidirectional_overlay(1).__code__:
+        size = _made_of(mask_function, "sliding_window")
+        return size, size
+    if code is known.chunked_overlay(1, None).__code__:
+        return FULL if _made_of(mask_function, "chunk_size") >= end else None
+    return None
+
+
+def _made_of(closure: Callable, name: str):
+    return getclosurevars(closure).nonlocals[name]
+
+
+def _without_idle_sides(window: Window, kv_length: int, offset: int, end: int) -> Window:
+    """The window, unlimited on sides where no query from offset to end has a key beyond them."""
+    left, right = window
+    if left >= end - 1:
+        left = UNLIMITED
+    if right and right >= kv_length - 1 - offset:
+        right = UNLIMITED
+    return left, right
 
 
 def _explained(mask: Tensor, reason: str) -> Tensor:
@@ -202,18 +282,21 @@ def _runs(padding: Tensor) -> list[tuple[int, int]] | None:
 
 
 def _segments(
-    runs: list[tuple[int, int]], q_length: int, offset: int, causal: bool
+    runs: list[tuple[int, int]], q_length: int, offset: int, window: Window
 ) -> tuple[Segment, ...]:
-    """offset: of the first query among the keys, which counts where the mask is causal."""
-    segments = []
-    for (start, stop), sequences in groupby(runs):
+    """offset: of the first query among the keys, which counts unless the window is FULL."""
+    spans = []
+    for start, stop in runs:
         first, end = 0, q_length if stop > start else 0
-        if causal:
+        if window != FULL:
             stop = min(stop, offset + q_length)
             first, end = max(start - offset, 0), max(stop - offset, 0)
-        queries = slice(first, max(first, end))
-        segments.append(Segment(len(list(sequences)), queries, slice(start, stop)))
-    return tuple(segments)
+            start = max(start, first + offset - window[0])
+        spans.append((slice(first, max(first, end)), slice(start, max(start, stop))))
+    return tuple(
+        Segment(len(list(sequences)), queries, keys)
+        for (queries, keys), sequences in groupby(spans)
+    )
 
 
 def attention_forward(
@@ -259,7 +342,10 @@ def attention_forward(
             **options,
         )
     if attention_mask is not None:
-        return _attend_segments(query, key, value, attention_mask, scaling), None
+        many = len(attention_mask.segments) > 1
+        packs = many and _refusal_of_lengths(query, key, value) is None
+        attend = _attend_packed if packs else _attend_segments
+        return attend(query, key, value, attention_mask, scaling), None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = bool(is_causal) and query.shape[2] > 1
@@ -276,7 +362,7 @@ def _refusal(
     options: dict[str, object],
 ) -> str | None:
     """Why attention() cannot compute this, or None."""
-    if mask is not None and not isinstance(mask, PaddingMask):
+    if mask is not None and not isinstance(mask, SegmentMask):
         return getattr(mask, "reason", "the mask is the model's own, or torch.compile traces it")
     if mask is not None and mask.shape != (*key.shape[:1], 1, query.shape[2], key.shape[2]):
         return "the mask has not the shape of the attention"
@@ -302,6 +388,47 @@ def _refusal(
         return "q, k and v must have the same batch"
     if any(t.stride(3) != 1 for t in (query, key, value)):
         return "the last dimension of q, k and v must be contiguous"
+    if mask is not None and mask.is_window:
+        reason = _refusal_of_lengths(query, key, value)
+        return reason and f"the window is shorter than the sequence, and {reason}"
+    return None
+
+
+def _refusal_of_lengths(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """Why no step can take lengths or a window of these inputs, or None."""
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    operations = (FORWARD, BACKWARD) if needs_grad else (FORWARD,)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _refusal_of_steps(operations, deterministic, query.device, query.dtype, query.shape[3])
+
+
+@torch.compiler.assume_constant_result  # torch.compile would look into the cache
+def _refusal_of_steps(*conditions) -> str | None:
+    return _find_refusal(*conditions)
+
+
+@cache
+def _find_refusal(
+    operations: tuple[Operation, ...],
+    deterministic: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+) -> str | None:
+    like = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta")
+    try:
+        for operation in operations:
+            highest_step(
+                _backend(device),
+                operation,
+                [like],
+                causal=False,
+                deterministic=deterministic,
+                as_they_lie=False,
+                with_lengths=True,
+            )
+    except UsageError as error:
+        return str(error)
     return None
 
 
@@ -309,7 +436,7 @@ def _fall_back(reason: str, module, query, key, value, mask, **options) -> tuple
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     _warn(reason)
-    if isinstance(mask, PaddingMask):
+    if isinstance(mask, SegmentMask):
         mask = mask.dense()
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
@@ -322,7 +449,7 @@ def _warn(reason: str) -> None:
 
 
 def _attend_segments(
-    query: Tensor, key: Tensor, value: Tensor, mask: PaddingMask, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: SegmentMask, scaling: float | None
 ) -> Tensor:
     """One call for each segment: [batch, seq_q, heads, head_dim], 0 where a query sees no key."""
     sizes = [segment.sequences for segment in mask.segments]
@@ -333,8 +460,38 @@ def _attend_segments(
         if first == end:
             outputs.append(q.new_zeros(q.shape).transpose(1, 2))
             continue
-        k, v = k[:, :, segment.keys], v[:, :, segment.keys]
-        causal = mask.causal and end - first > 1
-        o = attention(q[:, :, segment.queries], k, v, causal=causal, softmax_scale=scaling)
+        q_seen, k, v = q[:, :, segment.queries], k[:, :, segment.keys], v[:, :, segment.keys]
+        limits = segment.limits(mask.window)
+        o = attention(q_seen, k, v, window=limits, softmax_scale=scaling)
         outputs.append(pad(o.transpose(1, 2), (0, 0, 0, 0, first, q.shape[2] - end)))
     return torch.cat(outputs).contiguous()
+
+
+def _attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, mask: SegmentMask, scaling: float | None
+) -> Tensor:
+    """The same in one call."""
+    batch, heads, seq_q, _ = query.shape
+    _, kv_heads, seq_k, _ = key.shape
+    # Where queries are few, a cache has the keys, by head: it is viewed and they are copied.
+    groups = kv_heads if heads * seq_q < kv_heads * seq_k else 1
+    q, k, v = (_pack(t, groups) for t in (query, key, value))
+    cu_seqlens_q, cu_seqlens_k, seqused_k = mask.lengths(query.device, groups)
+    o = attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k=seqused_k,
+        window=mask.window,
+        softmax_scale=scaling,
+    )
+    return o.unflatten(0, (batch, groups, seq_q)).transpose(1, 2).flatten(2, 3).contiguous()
+
+
+def _pack(t: Tensor, groups: int) -> Tensor:
+    """[batch, heads, seq, head_dim] as rows of sequences [batch * groups * seq, ...]: each group of
+    heads has sequences of its own. A copy where that is no view.
+    """
+    return t.unflatten(1, (groups, -1)).transpose(2, 3).flatten(0, 2)

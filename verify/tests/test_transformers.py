@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -26,6 +28,9 @@ ON_GPU = [
     pytest.param("cuda", dtype, id=f"cuda-{name}", marks=pytest.mark.gpu)
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
 ]
+# Where there is a step for lengths and windows.
+WITH_LENGTHS = [pytest.param("cpu", torch.bfloat16, id="cpu-bf16"), ON_GPU[1]]
+WINDOW = 6
 
 
 def llama(head_dim: int = 64, **options):
@@ -38,10 +43,40 @@ def gemma():
     return transformers.GemmaForCausalLM(transformers.GemmaConfig(**sizes))
 
 
-def mistral(window: int):
+def mistral(window: int = WINDOW):
     sizes = {"hidden_size": 96, "num_attention_heads": 2, "head_dim": 64, **LLAMA_SIZES}
     config = transformers.MistralConfig(**sizes, sliding_window=window)
     return transformers.MistralForCausalLM(config)
+
+
+def phi3():
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, **LLAMA_SIZES}
+    return transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(**sizes, **SPECIAL, sliding_window=WINDOW)
+    )
+
+
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def qwen2():
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, **LLAMA_SIZES}
+    return transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**sizes, **MIXED, use_sliding_window=True)
+    )
+
+
+def gemma2(softcap: float | None = None):
+    sizes = {"hidden_size": 96, "num_attention_heads": 2, "head_dim": 64, **LLAMA_SIZES}
+    config = transformers.Gemma2Config(**sizes, **MIXED, attn_logit_softcapping=softcap)
+    model = transformers.Gemma2ForCausalLM(config)
+    model._supports_sdpa = softcap is None  # False says transformers, with one and without
+    return model
+
+
+def gemma3():
+    sizes = {"hidden_size": 96, "num_attention_heads": 2, "head_dim": 64, **LLAMA_SIZES}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes, **MIXED))
 
 
 def gpt2():
@@ -54,6 +89,15 @@ def gpt2():
 def bert():
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, **SIZES}
     return transformers.BertForMaskedLM(transformers.BertConfig(num_attention_heads=2, **sizes))
+
+
+def modernbert():
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, **SIZES}
+    special = SPECIAL | {"cls_token_id": 1, "sep_token_id": 2}
+    layers = {"local_attention": WINDOW, "layer_types": MIXED["layer_types"]}
+    return transformers.ModernBertForMaskedLM(
+        transformers.ModernBertConfig(num_attention_heads=2, **sizes, **special, **layers)
+    )
 
 
 def vit():
@@ -84,6 +128,14 @@ def whisper():
 MODELS = {"llama64": llama, "gpt2": gpt2, "bert": bert, "vit": vit, "whisper": whisper}
 MODELS_OF_GPU = {"llama128": lambda: llama(128), "gemma256": gemma}
 WITH_CACHE = ["llama64", "gpt2", "whisper"]
+WINDOWED = {
+    "mistral": mistral,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "modernbert": modernbert,
+}
 
 
 def cases(names: list[str]) -> list:
@@ -107,18 +159,27 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def spy_on(name: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+    """q, k and v of each call of that function."""
+    seen = []
+    real = getattr(integration, name)
+
+    def spy(q, k, v, *lengths, **options):
+        seen.append((q, k, v))
+        return real(q, k, v, *lengths, **options)
+
+    monkeypatch.setattr(integration, name, spy)
+    return seen
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
-    """q, k and v of each call of attention()."""
-    seen = []
-    real = integration.attention
+    return spy_on("attention", monkeypatch)
 
-    def spy(q, k, v, **options):
-        seen.append((q, k, v))
-        return real(q, k, v, **options)
 
-    monkeypatch.setattr(integration, "attention", spy)
-    return seen
+@pytest.fixture
+def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
+    return spy_on("attention_varlen", monkeypatch)
 
 
 def build(make: Callable, device: str = "cpu"):
@@ -159,12 +220,18 @@ def padding_mask(side: str) -> Tensor:
     return mask
 
 
-def logits_and_gradients(model, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """Of all tokens that are no padding, in float64: logits, and the parameters' gradients."""
-    model.zero_grad()
+def logits_of_tokens(model, inputs: dict[str, Tensor]) -> Tensor:
+    """Of all tokens that are no padding, in float64."""
     logits = model(**cast(inputs, model.dtype)).logits.double()
     if "attention_mask" in inputs:
         logits = logits[inputs["attention_mask"].bool()]
+    return logits
+
+
+def logits_and_gradients(model, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """logits_of_tokens(), and the parameters' gradients."""
+    model.zero_grad()
+    logits = logits_of_tokens(model, inputs)
     rng = torch.Generator().manual_seed(3)
     weights = torch.randn(logits.shape, generator=rng, dtype=torch.float64)
     (logits * weights.to(logits.device)).sum().backward()
@@ -189,7 +256,7 @@ def assert_as_close_as_sdpa(ours: list[Tensor], sdpa: list[Tensor], exact: list[
 
 
 def compare(name: str, inputs: dict[str, Tensor], device: str, dtype: torch.dtype) -> None:
-    make = (MODELS | MODELS_OF_GPU)[name]
+    make = (MODELS | MODELS_OF_GPU | WINDOWED)[name]
     inputs = {key: t.to(device) for key, t in inputs.items()}
     exact = logits_and_gradients(as_(build(make, device), "sdpa", torch.float64), inputs)
     sdpa = logits_and_gradients(as_(build(make, device), "sdpa", dtype), inputs)
@@ -207,10 +274,107 @@ def test_logits_and_gradients(name: str, device: str, dtype: torch.dtype, calls)
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("name", "device", "dtype"), cases(["llama64", "bert"]))
-def test_padded_batch(name: str, side: str, device: str, dtype: torch.dtype, calls) -> None:
+def test_padded_batch(
+    name: str, side: str, device: str, dtype: torch.dtype, calls, packed_calls
+) -> None:
     inputs = {"input_ids": random_tokens(), "attention_mask": padding_mask(side)}
     compare(name, inputs, device, dtype)
-    assert {k.shape[2] for _, k, _ in calls} == {TOKENS - 7, TOKENS, TOKENS - 1}
+    if dtype == torch.float32:  # of which no step takes lengths
+        assert {k.shape[2] for _, k, _ in calls} == {TOKENS - 7, TOKENS, TOKENS - 1}
+    else:
+        assert packed_calls
+        assert not calls
+
+
+def compare_logits(
+    make: Callable, inputs: dict[str, Tensor], device: str, dtype: torch.dtype
+) -> None:
+    """Likewise where no gradients are asked for."""
+    inputs = {key: t.to(device) for key, t in inputs.items()}
+    with torch.no_grad():
+        exact = logits_of_tokens(as_(build(make, device), "sdpa", torch.float64), inputs)
+        sdpa = logits_of_tokens(as_(build(make, device), "sdpa", dtype), inputs)
+        ours = logits_of_tokens(as_(build(make, device), integration.NAME, dtype), inputs)
+    assert error(ours, exact) <= 2 * error(sdpa, exact)
+
+
+def ragged_batch(side: str) -> dict[str, Tensor]:
+    """Four sequences of as many lengths."""
+    mask = padding_mask(side)
+    return {
+        "input_ids": random_tokens(4),
+        "attention_mask": torch.cat([mask, mask[:1] & mask[:1].roll(4, -1)]),
+    }
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama64", "bert", "mistral"])
+@pytest.mark.parametrize(("device", "dtype"), WITH_LENGTHS)
+def test_a_ragged_batch_is_one_call(
+    name: str, side: str, device: str, dtype: torch.dtype, calls, packed_calls
+) -> None:
+    inputs = ragged_batch(side)
+    assert len(set(inputs["attention_mask"].sum(-1).tolist())) == 4
+    compare_logits((MODELS | WINDOWED)[name], inputs, device, dtype)
+    assert len(packed_calls) == 2, "one for each layer"
+    assert not calls
+
+
+@pytest.mark.parametrize("name", ["llama64", "mistral"])
+@pytest.mark.parametrize(("device", "dtype"), WITH_LENGTHS)
+def test_gradients_of_a_ragged_batch(
+    name: str, device: str, dtype: torch.dtype, calls, packed_calls
+) -> None:
+    compare(name, ragged_batch("left"), device, dtype)
+    assert len(packed_calls) == 2, "one for each layer"
+    assert not calls
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_no_packed_call(packed_calls) -> None:
+    """Nor for the lengths to be on the GPU."""
+    tokens = padding_mask("left").bool().cuda()
+    causal = transformers.masking_utils.causal_mask_function
+    given = {"batch_size": 3, "q_length": TOKENS, "kv_length": TOKENS, "device": "cuda"}
+    q = torch.randn(3, 2, TOKENS, 64, device="cuda", dtype=torch.bfloat16)
+    masks = [
+        integration.make_mask(**given, mask_function=causal, attention_mask=tokens)
+        for _ in range(2)
+    ]
+    module = torch.nn.Module()
+    integration.attention_forward(module, q, q, q, masks[0])  # the kernels are loaded
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        integration.attention_forward(module, q, q, q, masks[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(packed_calls) == 2
+
+
+@pytest.mark.parametrize("side", ["no padding", "left", "right"])
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize(("device", "dtype"), WITH_LENGTHS)
+def test_sliding_windows(
+    name: str, side: str, device: str, dtype: torch.dtype, calls, packed_calls
+) -> None:
+    inputs = {"input_ids": random_tokens()}
+    if side != "no padding":
+        inputs["attention_mask"] = padding_mask(side)
+    compare_logits(WINDOWED[name], inputs, device, dtype)
+    assert (len(calls), len(packed_calls)) == ((2, 0) if side == "no padding" else (0, 2))
+
+
+def test_a_wrong_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wider(left: int, right: int, **given):
+        mask = integration.make_mask(**given)
+        mask.window = (mask.window[0] + left, mask.window[1] + right)
+        return mask
+
+    for make, sides in ((mistral, (1, 0)), (mistral, (-1, 0)), (modernbert, (0, -1))):
+        make_mask = partial(wider, *sides)
+        transformers.AttentionMaskInterface.register(integration.NAME, make_mask)
+        with pytest.raises(AssertionError):
+            compare_logits(make, ragged_batch("left"), "cpu", torch.bfloat16)
 
 
 def generate(model, inputs: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
@@ -244,42 +408,97 @@ def generation_error(model, exact, inputs: dict[str, Tensor]) -> tuple[Tensor, f
     return tokens, error(logits, expected)
 
 
-@pytest.mark.parametrize("side", ["no padding", "left"])
-@pytest.mark.parametrize(("name", "device", "dtype"), cases(WITH_CACHE))
-def test_generation(name: str, side: str, device: str, dtype: torch.dtype, calls) -> None:
-    if name == "whisper" and side == "left":
-        pytest.skip("its decoder is given no padding")
-    make = (MODELS | MODELS_OF_GPU)[name]
-    inputs = make_inputs(name, device)
-    if side == "left":
-        inputs["attention_mask"] = padding_mask(side).to(device)
+def compare_generation(
+    make: Callable, inputs: dict[str, Tensor], device: str, dtype: torch.dtype
+) -> None:
+    """generate() on a cache, as in compare_logits()."""
+    inputs = {key: t.to(device) for key, t in inputs.items()}
     exact = as_(build(make, device), "sdpa", torch.float64)
     expected, sdpa = generation_error(as_(build(make, device), "sdpa", dtype), exact, inputs)
-    assert not calls
     model = as_(build(make, device), integration.NAME, dtype)
     tokens, ours = generation_error(model, exact, inputs)
-    assert {q.shape[2] for q, _, _ in calls} >= {1, TOKENS}
     assert ours <= 2 * sdpa
     if dtype == torch.float32:
         assert torch.equal(tokens, expected)
 
 
-@pytest.mark.parametrize(("device", "dtype"), [ON_CPU, *ON_GPU])
-def test_queries_go_on_from_a_cache(device: str, dtype: torch.dtype, calls) -> None:
+@pytest.mark.parametrize("side", ["no padding", "left"])
+@pytest.mark.parametrize(("name", "device", "dtype"), cases(WITH_CACHE))
+def test_generation(
+    name: str, side: str, device: str, dtype: torch.dtype, calls, packed_calls
+) -> None:
+    if name == "whisper" and side == "left":
+        pytest.skip("its decoder is given no padding")
+    inputs = make_inputs(name)
+    if side == "left":
+        inputs["attention_mask"] = padding_mask(side)
+    compare_generation((MODELS | MODELS_OF_GPU)[name], inputs, device, dtype)
+    if side == "left" and dtype != torch.float32:
+        assert len(packed_calls) == 2 * NEW_TOKENS
+        assert not calls
+    else:
+        assert {q.shape[2] for q, _, _ in calls} >= {1, TOKENS}
+        assert not packed_calls
+
+
+@pytest.mark.parametrize(("device", "dtype"), WITH_LENGTHS)
+def test_few_queries_copy_no_cache(device: str, dtype: torch.dtype, packed_calls) -> None:
+    def make():
+        return llama(num_attention_heads=4, num_key_value_heads=2)
+
+    compare_generation(make, ragged_batch("left"), device, dtype)
+    decoding = [(q, k) for q, k, _ in packed_calls if len(q) == 4 * 2]
+    assert len(decoding) == 2 * (NEW_TOKENS - 1)
+    for q, k in decoding:
+        assert (q.shape[1], k.shape[1]) == (2, 1)
+        assert k._is_view()
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize(("device", "dtype"), WITH_LENGTHS)
+def test_generation_with_a_window(
+    name: str, device: str, dtype: torch.dtype, calls, packed_calls
+) -> None:
+    """Sliding layers of the cache keep a window of keys, full ones all."""
+    inputs = {"input_ids": random_tokens()}
+    compare_generation(WINDOWED[name], inputs, device, dtype)
+    sliding = {k.shape[2] for q, k, _ in calls if q.shape[2] == 1}
+    full = {TOKENS + 1, TOKENS + 2} if name == "gemma3" else set()
+    assert sliding == {WINDOW} | full
+    assert not packed_calls
+    calls.clear()
+    inputs["attention_mask"] = padding_mask("left")
+    compare_generation(WINDOWED[name], inputs, device, dtype)
+    # What has slid out of the window is padding, too: then there is nothing to pack.
+    assert len(calls) + len(packed_calls) == 2 * NEW_TOKENS
+    assert {q.shape[2] for q, _, _ in calls} == {1}
+
+
+@pytest.mark.parametrize(
+    ("make", "device", "dtype"),
+    [
+        pytest.param(make, *device.values, id=f"{make.__name__}-{device.id}", marks=device.marks)
+        for make, devices in ((llama, [ON_CPU, *ON_GPU]), (mistral, WITH_LENGTHS))
+        for device in devices
+    ],
+)
+def test_queries_go_on_from_a_cache(make, device: str, dtype: torch.dtype, calls) -> None:
     """Fewer queries than keys: the mask ends at the last of both, with padding and without."""
     ids = random_tokens().to(device)
     for mask in (None, padding_mask("left").to(device)):
 
         def second_half(attention: str, dtype: torch.dtype, mask=mask) -> Tensor:
-            model = as_(build(llama, device), attention, dtype)
+            model = as_(build(make, device), attention, dtype)
             first = model(ids[:, :12], attention_mask=None if mask is None else mask[:, :12])
             past = first.past_key_values
             return model(ids[:, 12:], attention_mask=mask, past_key_values=past).logits.double()
 
-        exact = second_half("sdpa", torch.float64)
-        ours, sdpa = second_half(integration.NAME, dtype), second_half("sdpa", dtype)
+        with torch.no_grad():
+            exact = second_half("sdpa", torch.float64)
+            ours, sdpa = second_half(integration.NAME, dtype), second_half("sdpa", dtype)
         assert error(ours, exact) <= 2 * error(sdpa, exact)
-    assert (TOKENS - 12, TOKENS) in {(q.shape[2], k.shape[2]) for q, k, _ in calls}
+    keys = TOKENS if make is llama else TOKENS - 12 + WINDOW - 1
+    assert (TOKENS - 12, keys) in {(q.shape[2], k.shape[2]) for q, k, _ in calls}
 
 
 def test_prefill_of_a_static_cache(calls) -> None:
@@ -345,6 +564,9 @@ def test_a_wrong_padding_mask_is_seen(name: str, wrong, monkeypatch: pytest.Monk
         compare(name, inputs, *ON_CPU.values)
 
 
+SHORT_WINDOW = "the window is shorter than the sequence, and"
+
+
 def packed() -> dict[str, Tensor]:
     positions = torch.arange(TOKENS).remainder(12).expand(3, -1)
     return {"position_ids": positions, "use_cache": False}
@@ -369,9 +591,8 @@ def own_mask() -> dict[str, Tensor]:
         (llama, torch.float64, {}, "not torch.float64"),
         (llama, torch.float32, {"output_attentions": True}, "output_attentions"),
         (lambda: llama(20), torch.float32, {}, "head_dim, 8 to 256 in multiples of 8, not 20"),
-        (lambda: mistral(8), torch.float32, {}, "a window of 8 is shorter"),
     ],
-    ids=["holes", "packed", "own mask", "float64", "output_attentions", "head_dim", "window"],
+    ids=["holes", "packed", "own mask", "float64", "output_attentions", "head_dim"],
 )
 def test_what_falls_back(make, dtype: torch.dtype, options, reason: str, calls) -> None:
     """Two layers and two passes, one warning, and SDPA's own bits."""
@@ -383,6 +604,25 @@ def test_what_falls_back(make, dtype: torch.dtype, options, reason: str, calls) 
     assert all(torch.equal(logits, expected) for logits in found)
     (warning,) = told
     assert reason in str(warning.message)
+    assert not calls
+
+
+def test_a_window_that_no_step_takes_falls_back(calls, packed_calls) -> None:
+    """Where nothing else is amiss, packed sequences do not fall back."""
+    inputs = {"input_ids": random_tokens(), "attention_mask": padding_mask("left")}
+    with pytest.warns(UserWarning, match=f"{SHORT_WINDOW} no step can run.* fp16, not fp32"):
+        compare_logits(mistral, inputs, *ON_CPU.values)
+    assert not calls
+    compare_logits(llama, inputs, *ON_CPU.values)
+    assert len(calls) == 2 * 3
+    assert not packed_calls
+
+
+def test_a_window_falls_back_where_gradients_must_repeat(calls, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    inputs = {"input_ids": random_tokens()}
+    with pytest.warns(UserWarning, match=f"{SHORT_WINDOW} .* does not repeat the bits of dq"):
+        compare("mistral", inputs, *WITH_LENGTHS[0].values)
     assert not calls
 
 
@@ -448,27 +688,110 @@ def test_a_window_as_long_as_the_sequence_is_none(calls) -> None:
     assert len(calls) == 2
 
 
-def test_a_sequence_without_tokens() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sequence_without_tokens(dtype: torch.dtype, packed_calls) -> None:
     """SDPA gives 0 where there is no key."""
     mask = padding_mask("left")
     mask[2] = 0
     for make in (llama, bert):
-        sdpa, ours = (
-            as_(build(make), attention, torch.float32)(random_tokens(), attention_mask=mask).logits
-            for attention in ("sdpa", integration.NAME)
-        )
-        torch.testing.assert_close(ours[mask.bool()], sdpa[mask.bool()])
-        assert ours.isfinite().all()
+        compare_logits(make, {"input_ids": random_tokens(), "attention_mask": mask}, "cpu", dtype)
+        with torch.no_grad():
+            model = as_(build(make), integration.NAME, dtype)
+            assert model(random_tokens(), attention_mask=mask).logits.isfinite().all()
+    assert len(packed_calls) == (8 if dtype == torch.bfloat16 else 0)
 
 
-def test_a_padding_mask_is_the_tensor_that_it_stands_for() -> None:
+def in_segments(mask) -> Tensor:
+    """Which keys a query sees [batch, seq_q, seq_k], by one call for each segment."""
+    shown = torch.zeros(mask.shape[0], *mask.shape[2:], dtype=torch.bool)
+    begin = 0
+    for segment in mask.segments:
+        part = shown[begin : begin + segment.sequences, segment.queries, segment.keys]
+        part[:] = window_of(*part.shape[1:], *segment.limits(mask.window))
+        begin += segment.sequences
+    return shown
+
+
+def in_lengths(mask, groups: int) -> Tensor:
+    """Likewise by one call for all: [groups * batch, seq_q, seq_k]."""
+    batch, _, seq_q, seq_k = mask.shape
+    batch *= groups
+    shown = torch.zeros(batch * seq_q, batch * seq_k, dtype=torch.bool)
+    ends_q, ends_k, used = (t.tolist() for t in mask.lengths(torch.device("cpu"), groups))
+    for q, k, n in zip(pairwise(ends_q), pairwise(ends_k), used, strict=True):
+        part = shown[slice(*q), k[0] : k[0] + n]
+        part[:] = window_of(*part.shape, *mask.window)
+    blocks = shown.view(batch, seq_q, batch, seq_k)
+    assert blocks.sum() == blocks.diagonal(dim1=0, dim2=2).sum()
+    return blocks.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+
+
+def window_of(seq_q: int, seq_k: int, left: int, right: int) -> Tensor:
+    """As attention() defines it."""
+    distance = torch.arange(seq_k) - (torch.arange(seq_q)[:, None] + seq_k - seq_q)
+    return ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
+
+
+def mask_functions() -> dict[str, Callable]:
+    known = transformers.masking_utils
+    causal = {f"causal {n}": known.sliding_window_causal_mask_function(n) for n in (1, 5, 16, 20)}
+    both = {f"both {n}": known.sliding_window_bidirectional_mask_function(n) for n in (0, 3, 25)}
+    left = known.and_masks(known.bidirectional_mask_function, known.sliding_window_overlay(4))
+    return {
+        "causal": known.causal_mask_function,
+        "full": known.bidirectional_mask_function,
+        "left": left,
+        "chunk": known.chunked_causal_mask_function(20, torch.zeros(4, dtype=torch.int64)),
+        **causal,
+        **both,
+    }
+
+
+@pytest.mark.parametrize("side", ["no padding", "left", "right"])
+@pytest.mark.parametrize(
+    ("q_length", "kv_length", "q_offset", "kv_offset"),
+    [(20, 20, 0, 0), (1, 20, 19, 0), (4, 20, 16, 0), (1, 5, 19, 15), (4, 8, 16, 12), (9, 20, 0, 0)],
+    ids=["prefill", "decode", "go on", "decode in a window", "go on in a window", "static prefill"],
+)
+@pytest.mark.parametrize("name", mask_functions())
+def test_what_a_mask_shows(
+    name: str, q_length: int, kv_length: int, q_offset: int, kv_offset: int, side: str
+) -> None:
+    """To all queries that are no padding, by both ways to compute it, what SDPA's mask shows."""
+    tokens = ragged_batch(side)["attention_mask"].bool() if side != "no padding" else None
+    options = {"batch_size": 4, "q_length": q_length, "kv_length": kv_length}
+    options |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": tokens}
+    options |= {"mask_function": mask_functions()[name]}
+    expected = transformers.masking_utils.sdpa_mask(**options, allow_is_causal_skip=False)[:, 0]
+    mask = integration.make_mask(**options)
+    if mask is None:
+        causal = (-1, 0) if "causal" in name or name == "chunk" else (-1, -1)
+        assert torch.equal(expected[0], window_of(q_length, kv_length, *causal))
+        return
+    if not isinstance(mask, integration.SegmentMask):
+        assert name.startswith(("left", "both"))
+        assert q_offset + q_length != kv_offset + kv_length
+        assert torch.equal(mask[:, 0], expected)
+        return
+    rows = slice(q_offset, q_offset + q_length)
+    is_token = torch.ones(4, q_length, dtype=torch.bool) if tokens is None else tokens[:, rows]
+    twice = in_lengths(mask, 2).unflatten(0, (4, 2)).unbind(1)
+    for shown in (in_segments(mask), in_lengths(mask, 1), *twice):
+        assert torch.equal(shown[is_token], expected[is_token])
+        if mask.window == integration.FULL:
+            assert torch.equal(shown, expected)
+        else:
+            assert not shown[~is_token].any()
+
+
+def test_a_mask_is_the_tensor_that_it_stands_for() -> None:
     """Whatever operator reads it, it has the values of SDPA's mask."""
     given = {"batch_size": 3, "q_length": TOKENS, "kv_length": TOKENS}
     given |= {"attention_mask": padding_mask("left").bool()}
     given |= {"mask_function": transformers.masking_utils.causal_mask_function}
     mask = integration.make_mask(**given)
     expected = transformers.masking_utils.sdpa_mask(**given)
-    assert isinstance(mask, integration.PaddingMask)
+    assert isinstance(mask, integration.SegmentMask)
     assert (mask.shape, mask.dtype, mask.device) == (expected.shape, torch.bool, expected.device)
     assert mask.contiguous() is mask
     for found in (mask & True, mask[:, :, :, :5].clone(), mask.float()):
@@ -506,9 +829,24 @@ def test_torch_compile(calls) -> None:
     torch.testing.assert_close(found[mask.bool()], padded[mask.bool()])
 
 
+def test_torch_compile_of_layers_that_pack(calls, packed_calls) -> None:
+    """With a mask made outside of what is compiled."""
+    ids, mask = random_tokens(), padding_mask("left")
+    model = as_(build(mistral), integration.NAME, torch.bfloat16)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        packed_calls.clear()
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+        found = model(ids, attention_mask=mask).logits
+    assert error(found.double(), expected.double()) < 0.01
+    assert packed_calls
+    assert not calls
+
+
 def test_what_sdpa_cannot_do_either() -> None:
-    sizes = {"num_attention_heads": 2, "hidden_size": 96, "head_dim": 64, **LLAMA_SIZES}
-    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes))
+    model = gemma2(50.0)
     model.set_attn_implementation(integration.NAME)
     message = (
         "the model caps its logits, as neither attention_worklog nor sdpa can: load it with "
