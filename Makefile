@@ -29,7 +29,7 @@ CXX_FILES = $$(find steps common verify -name '*.cu' -o -name '*.cuh' -o -name '
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup step check bench profile pictures train compare worklog page test lint clean
+.PHONY: help setup step check bench profile pictures train compare worklog page test fa3-tests lint clean
 
 help:  ## this list
 	@echo 'Usage: make TARGET [PYTHON=python3]'
@@ -102,8 +102,8 @@ check: $(READY)  ## all steps on all cases; STEPS="v01 v03" CASES=ragged,gqa SEE
 	$(PY) verify/check.py $(strip $(STEPS) $(if $(CASES),--cases '$(CASES)') $(if $(SEED),--seed $(SEED)) \
 	    $(if $(BACKEND),--backend $(BACKEND)) $(if $(SANITIZE),--sanitize) $(if $(TIME_LIMIT),--time-limit $(TIME_LIMIT)))
 
-bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the experiments; GRID=1: more shapes; DIST=1: more kinds of inputs; DECODE=1: few queries on many keys; LATENCY=1: small calls; TRAIN=1: training; GPUS=2: one sequence over two GPUs
-	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments) $(if $(GRID),--grid) $(if $(DIST),--distributions) $(if $(DECODE),--decode) $(if $(LATENCY),--latency) $(if $(TRAIN),--training) $(if $(GPUS),--gpus $(GPUS))
+bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the experiments; GRID=1: more shapes; DIST=1: more kinds of inputs; DECODE=1: few queries on many keys; LENGTHS=1: packed sequences and windows; LATENCY=1: small calls; TRAIN=1: training; GPUS=2: one sequence over two GPUs
+	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments) $(if $(GRID),--grid) $(if $(DIST),--distributions) $(if $(DECODE),--decode) $(if $(LENGTHS),--lengths) $(if $(LATENCY),--latency) $(if $(TRAIN),--training) $(if $(GPUS),--gpus $(GPUS))
 
 profile: $(READY)  ## N=4, N="4 5": registers, instructions and bank conflicts of these steps; on a GPU also ncu's counters and, of v09 to v11, b06 and b08, a timeline
 	$(PY) -m common profile $(N)
@@ -125,6 +125,13 @@ page: $(READY)  ## write docs/index.html, the worklog told by scrolling, and wha
 
 test: $(READY)  ## pytest
 	$(PY) -m pytest $(if $(PYTHON),,-n auto --dist worksteal)
+
+# What neither we nor the shim have is switched off; of a cache, only one without pages or padding is tested.
+fa3-tests: $(READY)  ## on a GPU: FlashAttention-3's own tests on attention(); HOPPER=path/to/flash-attention/hopper K="varlen and 128"
+	PYTHONPATH=verify/flash_attention_3:$(HOPPER) FLASH_ATTENTION_DISABLE_FP8=TRUE FLASH_ATTENTION_DISABLE_SOFTCAP=TRUE \
+	    FLASH_ATTENTION_DISABLE_PACKGQA=TRUE FLASH_ATTENTION_DISABLE_SPLIT=TRUE FLASH_ATTENTION_DISABLE_PAGEDKV=TRUE \
+	    FLASH_ATTENTION_DISABLE_APPENDKV=TRUE $(PY) -m pytest --import-mode=importlib -q -rs \
+	    $(HOPPER)/test_flash_attn.py -k '$(or $(K),output or kvcache)'
 
 lint: $(READY)  ## steps/, ruff and clang-format, changing nothing
 	$(PY) -m common lint

@@ -34,6 +34,7 @@ def _main(arguments: list[str] | None) -> int:
     bench.add_argument("--grid", action="store_true", help="over a grid of shapes")
     bench.add_argument("--distributions", action="store_true", help="on many kinds of inputs")
     bench.add_argument("--decode", action="store_true", help="few queries on many keys")
+    bench.add_argument("--lengths", action="store_true", help="packed sequences and windows")
     bench.add_argument("--latency", action="store_true", help="what small calls cost")
     bench.add_argument("--training", action="store_true", help="what training takes")
     bench.add_argument("--gpus", type=int, help="one sequence over so many GPUs")
@@ -83,6 +84,7 @@ def _run(options: argparse.Namespace) -> int:
         bench_distributions,
         bench_grid,
         bench_latency,
+        bench_lengths,
         bench_sharded,
         bench_training,
         pictures,
@@ -101,6 +103,8 @@ def _run(options: argparse.Namespace) -> int:
         return train()
     if options.decode:
         return bench_decode()
+    if options.lengths:
+        return bench_lengths()
     if options.latency:
         return bench_latency()
     if options.gpus is not None:

@@ -33,7 +33,7 @@ from .records import (
     write_atomically,
     write_record,
 )
-from .report import decode_table, sharded_tables, tables, terminal
+from .report import decode_table, lengths_table, sharded_tables, tables, terminal
 from .report.markdown import regenerate
 from .report.plots import render_plots
 from .report.record_set import RecordSet, load_record_set
@@ -154,6 +154,16 @@ def bench_decode() -> int:
     from .bench.decode import measure_decode
 
     print(decode_table.decode(_after_recording(measure_decode())))
+    _report_regenerated()
+    return 0
+
+
+def bench_lengths() -> int:
+    """Measures the steps that take lengths and the peers on packed sequences and with windows."""
+    _require_gpu()
+    from .bench.lengths import measure_lengths
+
+    print(lengths_table.lengths(_after_recording(measure_lengths())))
     _report_regenerated()
     return 0
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
+
+from .lengths import UNLIMITED
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,95 @@ class Problem:
     def as_record(self) -> dict:
         """A record's shape."""
         return {**asdict(self.shape), "dtype": self.dtype, "causal": self.causal}
+
+
+GROUPS = ("packed", "windows", "caches")  # of Sequences
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """One call on sequences with lengths of their own, or with a window of keys for each query.
+
+    Packed, they lie one after another; otherwise all have as many queries, and as many keys, of
+    which only the first seqused_k are there. window is (left, right), as common.lengths.Lengths has
+    it. title says in words what the lengths are, group which of GROUPS it belongs to.
+    """
+
+    title: str
+    seqlens_q: tuple[int, ...]
+    seqlens_k: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool = False
+    window: tuple[int, int] = (UNLIMITED, UNLIMITED)
+    packed: bool = True
+    seqused_k: tuple[int, ...] | None = None
+    dtype: str = "bf16"
+
+    @property
+    def shape(self) -> Shape:
+        """Of the tensors: packed sequences are the rows of one batch."""
+        batch = 1 if self.packed else len(self.seqlens_q)
+        seq_q, seq_k = (sum(seqlens) // batch for seqlens in (self.seqlens_q, self.seqlens_k))
+        return Shape(batch, self.heads, self.kv_heads, seq_q, seq_k, self.head_dim)
+
+    @property
+    def group(self) -> str:
+        if self.has_window:
+            return "windows"
+        return "packed" if self.packed else "caches"
+
+    @property
+    def has_window(self) -> bool:
+        return self.window != (UNLIMITED, UNLIMITED)
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether they would be a batch without padding."""
+        return len({*self.seqlens_q}) == len({*self.seqlens_k}) == 1
+
+    @property
+    def visible(self) -> int:
+        """How many pairs of a query and a key that it sees there are, in each head."""
+        left, right = self.window
+        if self.causal:
+            right = min(right, 0)
+        total = 0
+        for seq_q, seq_k in zip(self.seqlens_q, self.seqused_k or self.seqlens_k, strict=True):
+            own = seq_k - seq_q  # the key of the first query, the next query has the next one
+            behind = (own + right + 1, own - left)  # keys that it sees, and that its window leaves
+            seen, left_behind = (
+                _sum_of_clamped(first + seq_q, seq_k) - _sum_of_clamped(first, seq_k)
+                for first in behind
+            )
+            total += seen - left_behind
+        return total
+
+    @property
+    def flops(self) -> int:
+        """Of the products of matrices in a forward call, a multiply-add counted as two."""
+        return 4 * self.heads * self.head_dim * self.visible
+
+    def as_record(self) -> dict:
+        """What a record's cell says of it: no list of lengths, but what follows from them."""
+        kept = ("title", "group", "heads", "kv_heads", "head_dim", "causal", "packed", "visible")
+        return {
+            **{key: getattr(self, key) for key in kept},
+            "window": [None if side == UNLIMITED else side for side in self.window],
+            "sequences": len(self.seqlens_q),
+            "are_equal": self.are_equal,
+            "queries": sum(self.seqlens_q),
+            "keys": sum(self.seqused_k or self.seqlens_k),
+            "most_queries": max(self.seqlens_q),
+            "most_keys": max(self.seqused_k or self.seqlens_k),
+        }
+
+
+def _sum_of_clamped(end: int, most: int) -> int:
+    """The sum of min(i, most) over i from 0 to before end."""
+    below = min(max(end, 0), most)
+    return below * (below - 1) // 2 + max(end - most, 0) * most
 
 
 HEADLINE = Problem(Shape(4, 16, 16, 4096, 4096, 128), "bf16")
@@ -157,6 +250,59 @@ DECODE = {
         [1024 << doublings for doublings in range(8)],
     )
 }
+
+
+def _lengths() -> Iterator[tuple[str, Sequences]]:
+    """Packed, without and with a causal mask; with windows; on caches of keys that are not full.
+
+    At head_dim 64 and 128 with heads of their own keys; some of them with Llama 3's 32 query heads
+    on 8, and at head_dim 256.
+    """
+    rng = random.Random(1)
+
+    def drawn(count: int, least: int, most: int) -> tuple[int, ...]:
+        return tuple(rng.randint(least, most) for _ in range(count))
+
+    packed = {
+        "4x4096": ("4 of 4096", (4096,) * 4),
+        "1x16384": ("1 of 16384", (16384,)),
+        "ragged": ("16 of 100 to 4000", drawn(16, 100, 4000)),
+        "short": ("128 of 20 to 400", drawn(128, 20, 400)),
+        "one_long": ("1 of 30000 and 30 of 50 to 500", (30000, *drawn(30, 50, 500))),
+        "tiny": ("1000 of 1 to 100", drawn(1000, 1, 100)),
+    }
+    used = drawn(8, 1024, 8192)
+    some = ("4x4096", "ragged", "one_long", "window_1023", "window_256_256", "ragged_window_511")
+    for head_dim, heads, kv_heads in ((64, 32, 32), (128, 16, 16), (128, 32, 8), (256, 8, 8)):
+        of_heads = partial(Sequences, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        batch = partial(of_heads, packed=False)
+        cells = {
+            f"{what}{'_causal' if causal else ''}": of_heads(title, seqlens, seqlens, causal=causal)
+            for (what, (title, seqlens)), causal in product(packed.items(), (False, True))
+        }
+        for left in (127, 1023, 4095):
+            seqlens, window = (16384,), (left, UNLIMITED)
+            cells[f"window_{left}_causal"] = batch(
+                "a batch of 1 of 16384", seqlens, seqlens, causal=True, window=window
+            )
+        seqlens = (4096,) * 4
+        cells["window_256_256"] = batch("a batch of 4 of 4096", seqlens, seqlens, window=(256, 256))
+        cells["ragged_window_511_causal"] = replace(cells["ragged_causal"], window=(511, UNLIMITED))
+        cells["caches_causal"] = batch(
+            "a batch of 8 of 1024, on 1024 to 8192 keys",
+            (1024,) * 8,
+            (8192,) * 8,
+            causal=True,
+            seqused_k=used,
+        )
+        name = f"d{head_dim}_h{heads}{'' if heads == kv_heads else f'_kv{kv_heads}'}"
+        all_of_them = heads == kv_heads and head_dim < 256
+        for what, sequences in cells.items():
+            if all_of_them or what.removesuffix("_causal") in (*some, "caches"):
+                yield f"{name}_{what}", sequences
+
+
+LENGTHS = dict(_lengths())  # by a cell's name
 # One sequence over several GPUs: 16 heads of their own keys, and Llama 3's 64 query heads on 8.
 SHARDED = {
     f"h{heads}{'_causal' if causal else ''}_{seq}": Problem(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .operation import BACKWARD, FORWARD, SIZES, Operation, operation_of
+from .problem import GROUPS
 from .timeline_events import TIMELINE_EVENTS
 
 NUMBER = (int, float)
@@ -30,6 +31,7 @@ CACHES = (
 NAIVE = "sdpa_math"  # of the peers, torch's unfused code, which holds all scores
 FA3 = "flash_attention_3"  # of the peers, the one whose speed others are shares of
 FA3_DETERMINISTIC = "flash_attention_3_deterministic"  # its backward with the sums in one order
+PADDED = "padded_"  # in front of a step's name: it computes sequences as a batch, padded
 RING = "ring"  # attention() of sharded/, beside its other way, one GPU and torch's
 SHARDED_ATTENTIONS = (
     RING,
@@ -306,12 +308,12 @@ def _grid_record(operation: Operation) -> dict:
 
 
 GRID_RECORD = ByOperation(_grid_record)
-_DECODED = {
-    **dict.fromkeys(("time_ms", "time_p25_ms", "time_p75_ms"), _positive),
-    **dict.fromkeys(("tflops", "bytes_per_second"), _positive),
+_COMPARED = {
+    **dict.fromkeys(("time_ms", "time_p25_ms", "time_p75_ms", "tflops"), _positive),
     "samples_ms": _some([_positive]),
     "difference": _not_negative,
 }
+_DECODED = {**_COMPARED, "bytes_per_second": _positive}
 DECODE_RECORD = {
     "device": str,
     "dtype": str,
@@ -330,6 +332,31 @@ DECODE_RECORD = {
                 "routes": {EACH: str},
                 "taken": str,
                 "attentions": {EACH: AnyOf([{"missing": str}, _DECODED])},
+            }
+        ]
+    ),
+}
+_SIDE = AnyOf([type(None), _not_negative])  # of a window
+LENGTHS_RECORD = {
+    "device": str,
+    "dtype": str,
+    "sources": _some({EACH: _CODE}),
+    "skipped": {EACH: str},
+    "cells": _some(
+        [
+            {
+                "name": str,
+                "run": str,
+                "environment": _ENVIRONMENT,
+                "title": str,
+                "group": lambda value: value in GROUPS,
+                **dict.fromkeys(("heads", "kv_heads", "head_dim", "visible"), _count),
+                **dict.fromkeys(("sequences", "queries", "keys"), _count),
+                **dict.fromkeys(("causal", "packed", "are_equal"), bool),
+                "window": _many(2, _SIDE),
+                "routes": {EACH: str},
+                "slow": [str],
+                "attentions": {EACH: AnyOf([{"missing": str}, _COMPARED])},
             }
         ]
     ),

@@ -4,7 +4,8 @@ The modules of common/bench/ write them: vNN.json is a step's (headline.py), and
 experiments/vNN_what.json that of a variant; grid.json and, of the backward ladder,
 grid_backward.json are of many shapes (grid.py), distributions.json is of many kinds of inputs
 (distributions.py), and beside each of these lies, as grid_previous.json, the run before, if that
-was of the same sources; decode.json is of few queries on many keys (decode.py);
+was of the same sources; decode.json is of few queries on many keys (decode.py),
+lengths.json of packed sequences and windows (lengths.py);
 timelines/vNN.json has the clocks of a pipeline (timeline.py); latency.json is what small calls cost
 (latency.py), pictures.json what heads look at and what attention() errs (pictures.py), train.json
 how a model was trained on attention() (train.py), whose q, k and v are in trained.npz, and
@@ -36,6 +37,7 @@ HEADLINE_GPU = "h200"  # the folder whose records README.md and worklog.md show
 # In the folder of a GPU.
 DISTRIBUTIONS_FILE = "distributions.json"
 DECODE_FILE = "decode.json"
+LENGTHS_FILE = "lengths.json"
 LATENCY_FILE = "latency.json"
 TRAIN_FILE = "train.json"
 PICTURES_FILE = "pictures.json"

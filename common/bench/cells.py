@@ -79,12 +79,8 @@ def measure_cell(
     for name, trial in trials.items():
         require_right(name, trial.errors, case, expected)
     calls = {name: trial.call for name, trial in trials.items()}
-    first = time_rounds(calls, rounds=3, warmup=0, sleep_cycles=SLEEP_CYCLES)
-    call_ms = {name: min(samples) for name, samples in first.samples_ms.items()}
-    limit = SLOW * min(call_ms.values())
-    slow = {name: call for name, call in calls.items() if call_ms[name] > limit}
-    timed = _time({name: calls[name] for name in calls if name not in slow}, call_ms)
-    samples_ms = timed.samples_ms | (_time(slow, call_ms).samples_ms if slow else {})
+    timed, slow = time_apart(calls)
+    samples_ms = timed.samples_ms
     flops = operation.flops(case.problem)
     outcomes = {name: trial.outcome(samples_ms[name], flops) for name, trial in trials.items()}
     return {
@@ -95,25 +91,43 @@ def measure_cell(
         },
         "routes": {name: peer.route for name, peer in peers.items() if isinstance(peer, Peer)},
         "errors": {name: trial.errors for name, trial in trials.items()},
-        "slow": list(slow),
+        "slow": slow,
         "samples_ms": samples_ms,
     }
 
 
-def _time(calls: dict[str, Callable[[], object]], call_ms: dict[str, float]) -> Rounds:
-    """Rounds of these calls; call_ms has about how long each of them takes."""
-    seconds = sum(call_ms[name] for name in calls) / 1e3
-    return time_rounds(
-        calls,
-        rounds=affordable_rounds(seconds),
-        warmup=max(WARMUP, math.ceil(SETTLE_SECONDS / seconds)),
-        sleep_cycles=SLEEP_CYCLES,
-    )
+def time_apart(
+    calls: dict[str, Callable[[], object]],
+    cell_seconds: float = CELL_SECONDS,
+    most_warmup: int | None = None,
+) -> tuple[Rounds, list[str]]:
+    """The samples of all calls, and who was slow; the environment is that of the others' rounds.
+
+    Each of the two gets as many rounds as cell_seconds allow, after most_warmup at most.
+    """
+    first = time_rounds(calls, rounds=3, warmup=0, sleep_cycles=SLEEP_CYCLES)
+    call_ms = {name: min(samples) for name, samples in first.samples_ms.items()}
+    limit = SLOW * min(call_ms.values())
+    slow = [name for name in calls if call_ms[name] > limit]
+
+    def timed(names: Iterable[str]) -> Rounds:
+        seconds = sum(call_ms[name] for name in names) / 1e3
+        warmup = max(WARMUP, math.ceil(SETTLE_SECONDS / seconds))
+        return time_rounds(
+            {name: calls[name] for name in names},
+            rounds=affordable_rounds(seconds, cell_seconds),
+            warmup=warmup if most_warmup is None else min(warmup, most_warmup),
+            sleep_cycles=SLEEP_CYCLES,
+        )
+
+    fast = timed([name for name in calls if name not in slow])
+    samples_ms = fast.samples_ms | (timed(slow).samples_ms if slow else {})
+    return Rounds(samples_ms, fast.environment), slow
 
 
-def affordable_rounds(round_seconds: float) -> int:
-    """As many rounds of that length as CELL_SECONDS allows, between the bounds."""
-    return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(CELL_SECONDS / round_seconds)))
+def affordable_rounds(round_seconds: float, cell_seconds: float = CELL_SECONDS) -> int:
+    """As many rounds of that length as the time for a cell allows, between the bounds."""
+    return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(cell_seconds / round_seconds)))
 
 
 def keep_previous(path: Path, form: Form, sources: dict) -> None:

@@ -11,36 +11,34 @@ routes      of a cell: which code a peer runs
 taken       of a cell: which of the two steps attention() takes
 attentions  of a cell, by name: the two steps and the peers, or why one is missing
 bytes_per_second    of an attention: q, k, v, o and lse, each moved once
-difference  of an attention: of its o from the step's, by difference_of()
+difference  of an attention: of its o from the step's, by comparison.difference_of()
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from verify.case import Case
 from verify.inputs import Inputs
 
 from ..catalog import step_before, steps_to_run
-from ..errors import NotEnoughMemoryError, UsageError
+from ..errors import UsageError
 from ..operation import FORWARD
-from ..paths import BUILD_DIR
 from ..problem import DECODE
-from ..records import DECODE_FILE, PROFILES_DIR, SCHEMA, gpu_folder, write_record
+from ..records import DECODE_FILE, SCHEMA
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
 from ..step import Step, are_few
-from .cells import build_all, read_unfinished
+from .cells import build_all
+from .comparison import agreeing
 from .device_state import git_state, versions
-from .peers import Outputs, Peer, load_splitting, reason
+from .peers import Outputs, Peer, load_splitting
+from .resumed import record_cells
 from .timing import SLEEP_CYCLES, summarize, time_interleaved, time_rounds
 from .trial import new_run
 
@@ -53,22 +51,22 @@ SEED = 0
 CELL_SECONDS = 0.25
 LEAST_ROUNDS, MOST_ROUNDS = 5, 20
 
-SAVE_SECONDS = 10.0  # what an interrupted run loses, at most: the unfinished record is a long one
-
-# Of a row of o, as a share of its norm. Roundings to bf16 make 0.005, and a tile of keys that is
-# lost among the most keys 0.03.
-MOST_DIFFERENCE = 0.02
-
 
 def measure_decode(step: Step | None = None) -> Path:
     """Measures all cells and writes their record; returns its path.
 
-    Of the step that is given, or else of the newest one, beside the step before it. A run that is
-    interrupted leaves what it has measured in build/, where the next of the same code on such a GPU
-    goes on with it. Raises UsageError where the step cannot run, or where it is wrong.
+    Of the step that is given, or else of the newest one that is not for lengths, beside the step
+    before it. A run that is interrupted leaves what it has measured in build/, where the next of
+    the same code on such a GPU goes on with it. Raises UsageError where the step cannot run, or
+    where it is wrong.
     """
     backend = GpuBackend()
-    step = step or [each for each in steps_to_run() if each.operation == FORWARD][-1]
+    step = (
+        step
+        or [
+            each for each in steps_to_run() if each.operation == FORWARD and not each.takes_lengths
+        ][-1]
+    )
     steps = [each for each in (step, step_before(step)) if each]
     cases = [Case.of(name, problem) for name, problem in DECODE.items()]
     build_all(backend, steps, cases)
@@ -82,29 +80,12 @@ def measure_decode(step: Step | None = None) -> Path:
         "dtype": cases[0].specialization.dtype,
         "sources": {each.name: {"code_sha256": each.code_sha256} for each in steps},
     }
-    folder = gpu_folder(begun["device"])
-    unfinished = BUILD_DIR / "bench" / folder / DECODE_FILE
-    record = read_unfinished(unfinished, begun)
-    if record is None:
-        record = {**begun, **measure_copy(backend.device), "skipped": {}, "cells": []}
-    seen = {cell["name"] for cell in record["cells"]} | record["skipped"].keys()
-    left = [case for case in cases if case.name not in seen]
-    if seen:
-        print(f"going on after {len(seen)} of {len(cases)} cells", file=sys.stderr)
-    saved = time.monotonic()
-    for case in tqdm(left, "decode", unit="cell", leave=False, disable=None):
-        try:
-            record["cells"].append(measure_cell(backend, steps, case))
-        except (NotEnoughMemoryError, torch.OutOfMemoryError) as error:
-            record["skipped"][case.name] = reason(error)
-        torch.cuda.empty_cache()
-        if time.monotonic() - saved > SAVE_SECONDS:
-            write_record(unfinished, record)
-            saved = time.monotonic()
-    path = PROFILES_DIR / folder / DECODE_FILE
-    write_record(path, record)
-    unfinished.unlink(missing_ok=True)
-    return path
+    return record_cells(
+        DECODE_FILE,
+        begun,
+        partial(measure_copy, backend.device),
+        {case.name: partial(measure_cell, backend, steps, case) for case in cases},
+    )
 
 
 def measure_copy(device: torch.device) -> dict:
@@ -132,13 +113,11 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
     peers = load_splitting(*inputs)
     calls |= {name: peer.call for name, peer in peers.items() if isinstance(peer, Peer)}
     missing = {name: peer for name, peer in peers.items() if isinstance(peer, str)}
-    differences = _compare(calls, o, missing)
-    del o, lse
     # The step before may be wrong in the same way: it counts only where there is no peer.
-    ran = {name for name, peer in peers.items() if isinstance(peer, Peer)}
-    if not differences.keys() & (ran or {step.name for step in steps[1:]}):
-        told = "; ".join(f"{name}: {why}" for name, why in missing.items())
-        raise UsageError(f"{steps[0].name} agrees with nobody on {case.name}: {told}")
+    ran = [name for name, peer in peers.items() if isinstance(peer, Peer)]
+    witnesses = ran or [step.name for step in steps[1:]]
+    differences = agreeing(steps[0].name, case.name, o, calls, witnesses, missing)
+    del o, lse
     calls = {name: calls[name] for name in differences}
 
     first = time_interleaved(calls, rounds=2, warmup=0, sleep_cycles=SLEEP_CYCLES)
@@ -182,32 +161,6 @@ def _make_inputs(case: Case, device: torch.device) -> Inputs:
         torch.randn(size, generator=rng, dtype=case.dtype, device=device)
         for size in (shape.q, shape.kv, shape.kv)
     )
-
-
-def _compare(
-    calls: dict[str, Callable[[], Outputs]], o: torch.Tensor, missing: dict[str, str]
-) -> dict[str, float]:
-    """The differences from o of those that agree with it; adds to missing why the others do not."""
-    differences = {}
-    for name, call in calls.items():
-        try:
-            outputs = call()
-        except UsageError as refusal:
-            missing[name] = str(refusal)
-            continue
-        difference = difference_of(outputs if isinstance(outputs, torch.Tensor) else outputs[0], o)
-        if difference <= MOST_DIFFERENCE:  # false for NaN
-            differences[name] = difference
-        else:
-            missing[name] = f"a row of its o differs by {difference:.2g} of the row's norm"
-    return differences
-
-
-def difference_of(other: torch.Tensor, o: torch.Tensor) -> float:
-    """The largest of any row: the norm of the difference, as a share of the norm of o's row."""
-    expected = o.float()
-    norms = (other.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return norms.max().item()
 
 
 def _outcome(samples_ms: list[float], flops: int, moved_bytes: int) -> dict:

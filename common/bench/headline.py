@@ -40,7 +40,7 @@ from ..record_schema import NAIVE, RECORD
 from ..records import PROFILES_DIR, SCHEMA, gpu_folder, is_stale, read_replaced, write_record
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
-from ..runtime.launch import read_plan
+from ..runtime.launch import padded_queries, read_plan
 from ..step import Step, read_step
 from .device_state import NOT_COLLECTED, git_state, versions
 from .peers import Peer, load, load_peer
@@ -187,8 +187,9 @@ def _description(candidate: Candidate, backend: GpuBackend, case: Case) -> dict:
     step, spec = candidate.step, case.specialization
     resources = backend.resources(step, spec)
     sizes = asdict(case.shape)
-    plan = read_plan(backend.descriptor(step, spec), backend.multiprocessors)
+    plan = read_plan(backend.descriptor(step, spec), backend.multiprocessors, step.takes_lengths)
     in_order = [sizes[name] for name in SIZES]
+    in_order.append(padded_queries(sizes["batch"], sizes["seq_q"], sizes["batch"]))
     workspace_bytes = sum(plan.workspace_bytes(in_order))
     operand_bytes = sum(
         math.prod(sizes[axis] for axis in operand.axes) * _dtype(operand, case).itemsize

@@ -7,6 +7,9 @@ FlashAttention takes as it is and any other backend as a matrix.
 Where few queries look at many keys, q, k and v are not copied, and FlashAttention-3 chooses itself
 into how many parts it splits the keys.
 
+Where sequences have lengths or queries a window, the peers are FlashAttention-3 and torch's
+varlen_attn, which is FlashAttention-2. A batch is packed to varlen_attn.
+
 Backward is that of their own forward, which has run once, except where a function of o and lse can
 be called: then it is given the operation's.
 
@@ -15,6 +18,7 @@ What a model is trained on, forward and backward by autograd, is one function of
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -27,6 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from verify.inputs import Inputs
 
+from ..lengths import UNLIMITED, Lengths
 from ..operation import BACKWARD, FORWARD, Operation
 from ..problem import Shape
 from ..record_schema import FA3, FA3_DETERMINISTIC, NAIVE
@@ -77,6 +82,26 @@ def load_splitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[st
     They read q, k and v where those lie.
     """
     return {name: _try(partial(load, q, k, v)) for name, load in SPLITTING_LOADERS.items()}
+
+
+def load_with_lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Lengths,
+    *,
+    causal: bool,
+    longest: tuple[int, int],
+) -> dict[str, Peer | str]:
+    """The peers for lengths and windows: ready to run, or why one is missing.
+
+    q, k and v are as Backend.launch takes them and lie [batch, sequence, heads, head_dim], where
+    the peers read them. longest: the most queries and the most keys of a sequence.
+    """
+    return {
+        name: _try(partial(load, q, k, v, lengths, causal, longest))
+        for name, load in LENGTHS_LOADERS.items()
+    }
 
 
 def _try(load: Callable[[], Peer]) -> Peer | str:
@@ -181,12 +206,14 @@ class _FlashAttention3:
     """FlashAttention-3 from somewhere, for tensors [batch, seq, heads, head_dim].
 
     forward is a function of q, k, v and causal, which also takes num_splits, the parts into which
-    it splits the keys, 0 for its own choice; differentiable is the same for autograd. backward
-    takes the operation's inputs, causal and deterministic, and returns a function that computes the
-    gradients, and its held_bytes.
+    it splits the keys, 0 for its own choice; differentiable is the same for autograd. with_lengths
+    takes Lengths and the longest ones besides; with cu_seqlens, tensors are [total, heads,
+    head_dim]. backward takes the operation's inputs, causal and deterministic, and returns a
+    function that computes the gradients, and its held_bytes.
     """
 
     forward: Attention
+    with_lengths: Attention
     differentiable: Attention
     backward: Callable[..., tuple[Callable[[], tuple[torch.Tensor, ...]], int]]
     route: str
@@ -215,6 +242,61 @@ def _flash_attention_3_backward(
     return Peer(lambda: tuple(x.transpose(1, 2) for x in gradients()), library.route, held_bytes)
 
 
+def _flash_attention_3_with_lengths(q, k, v, lengths: Lengths, causal: bool, longest) -> Peer:
+    library = _find_flash_attention_3()
+    tensors = (x.transpose(1, 2) for x in (q, k, v))
+    if lengths.cu_seqlens_q is None:
+        attention = partial(library.with_lengths, *tensors, lengths, causal, longest)
+        return Peer(lambda: attention().transpose(1, 2), library.route)
+    packed = (x.squeeze(0) for x in tensors)
+    attention = partial(library.with_lengths, *packed, lengths, causal, longest)
+    return Peer(lambda: attention().transpose(0, 1).unsqueeze(0), library.route)
+
+
+def _varlen_attn(q, k, v, lengths: Lengths, causal: bool, longest) -> Peer:
+    from torch.nn.attention.varlen import varlen_attn  # from torch 2.10 on
+
+    known = inspect.signature(varlen_attn).parameters
+    options = {}  # only what is needed: older versions know less
+    if (window_size := _window_size(lengths, causal)) != (-1, -1):
+        options["window_size"] = window_size
+    if lengths.seqused_k is not None:
+        options["seqused_k"] = lengths.seqused_k
+    if unknown := options.keys() - known:
+        raise ImportError(f"torch {torch.__version__}'s varlen_attn has no {', '.join(unknown)}")
+    if "enable_gqa" in known:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    batch = q.shape[0]
+    starts = [lengths.cu_seqlens_q, lengths.cu_seqlens_k]
+    if lengths.cu_seqlens_q is None:
+        each = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        starts = [each * x.shape[2] for x in (q, k)]
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    attention = partial(varlen_attn, *rows, *starts, *longest, **options)
+    return Peer(
+        lambda: attention().unflatten(0, (batch, -1)).transpose(1, 2),
+        f"torch {torch.__version__}, FlashAttention-2",
+    )
+
+
+def _window_size(lengths: Lengths, causal: bool) -> tuple[int, int]:
+    """As flash_attn's functions have it: -1 is no limit."""
+    sides = (lengths.window_left, 0 if causal else lengths.window_right)
+    left, right = (-1 if side == UNLIMITED else side for side in sides)
+    return left, right
+
+
+def _packed_options(lengths: Lengths, longest: tuple[int, int]) -> dict:
+    """What flash_attn's functions take for packed sequences; nothing for a batch."""
+    if lengths.cu_seqlens_q is None:
+        return {}
+    return {
+        "cu_seqlens_q": lengths.cu_seqlens_q,
+        "cu_seqlens_k": lengths.cu_seqlens_k,
+        **dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True)),
+    }
+
+
 def _sequence_first(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """In the layout that FlashAttention was written for, so that no stride is held against it."""
     return tuple(x.transpose(1, 2).contiguous() for x in tensors)
@@ -235,11 +317,24 @@ def _find_flash_attention_3() -> _FlashAttention3:
             result = flash_attn_interface.flash_attn_func(q, k, v, causal=causal, **options)
             return result[0] if isinstance(result, tuple) else result  # older ones return lse, too
 
+        def with_lengths(q, k, v, lengths: Lengths, causal: bool, longest) -> torch.Tensor:
+            options = {"causal": causal, "window_size": _window_size(lengths, causal)}
+            if lengths.cu_seqlens_q is not None:
+                attention = flash_attn_interface.flash_attn_varlen_func
+                options |= {"seqused_k": lengths.seqused_k, **_packed_options(lengths, longest)}
+            elif lengths.seqused_k is not None:
+                attention = flash_attn_interface.flash_attn_with_kvcache
+                options["cache_seqlens"] = lengths.seqused_k
+            else:
+                attention = flash_attn_interface.flash_attn_func
+            result = attention(q, k, v, **options)
+            return result[0] if isinstance(result, tuple) else result
+
         def backward(q, k, v, o, lse, dout, causal: bool, deterministic: bool):
             attention = partial(forward, causal=causal, deterministic=deterministic)
             return _gradients(attention, q, k, v, o, lse, dout)
 
-        return _FlashAttention3(forward, forward, backward, "flash_attn_interface")
+        return _FlashAttention3(forward, with_lengths, forward, backward, "flash_attn_interface")
     try:
         import xformers
         import xformers.flash_attn_3._C  # registers the operators
@@ -255,10 +350,23 @@ def _registered_ops(route: str) -> _FlashAttention3:
     def forward(q, k, v, causal: bool, **options) -> torch.Tensor:
         return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal, **options)[0]
 
+    def with_lengths(q, k, v, lengths: Lengths, causal: bool, longest) -> torch.Tensor:
+        left, right = _window_size(lengths, causal)
+        return torch.ops.flash_attn_3.fwd(
+            q,
+            k,
+            v,
+            **_packed_options(lengths, longest),
+            seqused_k=lengths.seqused_k,
+            is_causal=causal,
+            window_size_left=left,
+            window_size_right=right,
+        )[0]
+
     def backward(*inputs_and_options):
         return partial(_registered_gradients, *inputs_and_options), 0
 
-    return _FlashAttention3(forward, _RegisteredOps.apply, backward, route)
+    return _FlashAttention3(forward, with_lengths, _RegisteredOps.apply, backward, route)
 
 
 def _registered_gradients(
@@ -303,3 +411,5 @@ SPLITTING_LOADERS = {
     "sdpa_cudnn": partial(_sdpa, SDPA["sdpa_cudnn"], causal=False),
     FA3: _flash_attention_3_splitting,
 }
+# And those for lengths and windows.
+LENGTHS_LOADERS = {FA3: _flash_attention_3_with_lengths, "varlen_attn": _varlen_attn}

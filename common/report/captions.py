@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from ..operation import FORWARD, Operation
 from ..text import listed
@@ -47,6 +48,48 @@ def summary(ratios: dict[str, float]) -> str:
         f"geometric mean of {len(ratios)} cells {mean:.3f} ×, "
         f"smallest {ratios[smallest]:.3f} × ({smallest})"
     )
+
+
+def missing(cells: Sequence[dict]) -> str:
+    """A sentence on whose attention is missing in how many cells, and why in most of those."""
+    reasons: dict[str, Counter[str]] = {}
+    for cell in cells:
+        for name, each in cell["attentions"].items():
+            if "missing" in each:
+                reasons.setdefault(name, Counter())[each["missing"]] += 1
+    told = "; ".join(
+        f"{name} in {why.total()} of {len(cells)} cells: {why.most_common(1)[0][0]}"
+        for name, why in reasons.items()
+    )
+    return f"Missing: {told.rstrip('.')}. " if told else ""
+
+
+def skipped(names: dict[str, str]) -> str:
+    return f"{len(names)} cells do not fit into the device's memory. " if names else ""
+
+
+def routes(cells: Iterable[dict]) -> str:
+    """Which code the peers run."""
+    by_name = {name: route for cell in cells for name, route in cell["routes"].items()}
+    return "; ".join(f"{name}: {route}" for name, route in by_name.items()) or "all missing"
+
+
+def rounds(cells: Iterable[dict]) -> str:
+    """How many of them an attention's median is of."""
+    counts = {
+        len(each["samples_ms"])
+        for cell in cells
+        for each in cell["attentions"].values()
+        if "samples_ms" in each
+    }
+    least, most = min(counts), max(counts)
+    return f"{most if least == most else f'{least} to {most}'} interleaved rounds per cell"
+
+
+def states_of(cells: Sequence[dict]) -> str:
+    """device_states() from in front of the first cell on."""
+    states = [cells[0]["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
+    return device_states(states)
 
 
 def device_states(states: Sequence[dict | str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..metrics import (
     COUNTERS,
@@ -15,7 +15,8 @@ from ..metrics import (
     spill_bytes,
 )
 from ..operation import operation_of
-from ..record_schema import FA3, NUMBER, OURS, RING, SHARDED_ATTENTIONS
+from ..problem import GROUPS
+from ..record_schema import FA3, NUMBER, OURS, PADDED, RING, SHARDED_ATTENTIONS
 from ..step import are_few
 
 # Beside the ring: our other way, one GPU with the whole problem, and torch's ways.
@@ -40,6 +41,17 @@ DECODE_FIGURES = (
     "smallest_gain",
     "smallest_gain_cell",
     "copy_tb_per_s",
+)
+# Of ratios by cell, by _figures().
+_FIGURES = ("cells", "mean", "smallest", "smallest_cell", "slower")
+# Of lengths: _FIGURES of the newest step's speed over the fastest peer's, then those of each of the
+# groups of cells; the geometric mean of its speed over that of a step on padded sequences, and
+# where no sequence needs any padding.
+LENGTHS_FIGURES = (
+    *_FIGURES,
+    *(f"{group}_{figure}" for group in GROUPS for figure in _FIGURES),
+    "over_padded",
+    "over_padded_equal",
 )
 # What the steps are limited by, in the order in which they meet it: shares of a peak by column.
 LIMITS = {
@@ -169,22 +181,93 @@ def decode_figures(record: dict) -> dict[str, float | str | None]:
         for cell in record["cells"]
         if cell["name"] in ratios and are_few(cell["seq_q"], cell["heads"], cell["kv_heads"])
     ]
+    gained = _figures(gains)
+    return {
+        **_figures(ratios),
+        "few_cells": len(few),
+        "few_mean": _mean(few),
+        "few_slower": sum(ratio < 1 for ratio in few),
+        "smallest_copy_share": min(shares.values(), default=None),
+        "gain": gained["mean"],
+        "smallest_gain": gained["smallest"],
+        "smallest_gain_cell": gained["smallest_cell"],
+        "copy_tb_per_s": record["copy_bytes_per_second"] / 1e12,
+    }
+
+
+def _figures(ratios: dict[str, float]) -> dict[str, float | str | None]:
+    """Of ratios by cell, under _FIGURES; None where there are none."""
     smallest = min(ratios, key=ratios.__getitem__, default=None)
-    smallest_gain = min(gains, key=gains.__getitem__, default=None)
     return {
         "cells": len(ratios),
-        "mean": statistics.geometric_mean(ratios.values()) if ratios else None,
+        "mean": _mean(ratios.values()),
         "smallest": ratios[smallest] if ratios else None,
         "smallest_cell": smallest,
         "slower": sum(ratio < 1 for ratio in ratios.values()),
-        "few_cells": len(few),
-        "few_mean": statistics.geometric_mean(few) if few else None,
-        "few_slower": sum(ratio < 1 for ratio in few),
-        "smallest_copy_share": min(shares.values(), default=None),
-        "gain": statistics.geometric_mean(gains.values()) if gains else None,
-        "smallest_gain": gains[smallest_gain] if gains else None,
-        "smallest_gain_cell": smallest_gain,
-        "copy_tb_per_s": record["copy_bytes_per_second"] / 1e12,
+    }
+
+
+def _mean(ratios: Collection[float]) -> float | None:
+    return statistics.geometric_mean(ratios) if ratios else None
+
+
+def fastest_peer(cell: dict, own: Collection[str]) -> str | None:
+    """Of lengths, in a cell: the name of the fastest peer, where one was measured.
+
+    own are the names of the steps, which are no peers, padded or not.
+    """
+    times_ms = {
+        name: each["time_ms"]
+        for name, each in cell["attentions"].items()
+        if "time_ms" in each and name.removeprefix(PADDED) not in own
+    }
+    return min(times_ms, key=times_ms.__getitem__, default=None)
+
+
+def lengths_ratios(record: dict, over: str | None = None) -> dict[str, float]:
+    """Of lengths, by cell: the speed of the newest step over the fastest peer's, or over that of
+    the one that is named, where one was measured.
+    """
+    newest = next(iter(record["sources"]))
+    ratios = {}
+    for cell in record["cells"]:
+        attentions = cell["attentions"]
+        other = attentions.get(over or fastest_peer(cell, record["sources"]), {})
+        ours = attentions.get(newest, {})
+        if "time_ms" in ours and "time_ms" in other:
+            ratios[cell["name"]] = other["time_ms"] / ours["time_ms"]
+    return ratios
+
+
+def padded_ratios(record: dict, *, equal: bool) -> dict[str, float]:
+    """Of lengths, by cell: the speed of the newest step over that of one on padded sequences; of
+    the cells where all sequences have equal lengths, or of those where they have not.
+    """
+    kept = {cell["name"] for cell in record["cells"] if cell["are_equal"] == equal}
+    *_, padding = record["sources"]
+    ratios = lengths_ratios(record, f"{PADDED}{padding}")
+    return {name: ratio for name, ratio in ratios.items() if name in kept}
+
+
+def lengths_figures(record: dict) -> dict[str, float | str | None]:
+    """Of a record of lengths, under LENGTHS_FIGURES; None where nothing is."""
+    ratios = lengths_ratios(record)
+    figures = _figures(ratios)
+    for group, of_group in by_group(record, ratios).items():
+        figures |= {f"{group}_{figure}": each for figure, each in _figures(of_group).items()}
+    return {
+        **figures,
+        "over_padded": _mean(padded_ratios(record, equal=False).values()),
+        "over_padded_equal": _mean(padded_ratios(record, equal=True).values()),
+    }
+
+
+def by_group(record: dict, ratios: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Ratios by cell for each group of a record of lengths."""
+    groups = {cell["name"]: cell["group"] for cell in record["cells"]}
+    return {
+        group: {name: ratio for name, ratio in ratios.items() if groups[name] == group}
+        for group in GROUPS
     }
 
 

@@ -20,6 +20,8 @@
     training_speed.llama.ours.time_ms                    of a workload on attention() or a peer
     decode.mean, decode.smallest_cell    of derived.DECODE_FIGURES, of few queries on many keys
     decode.d128_b8_h32_kv8_q1_8192.v13.time_ms    of a cell of these
+    lengths.packed_mean                  of derived.LENGTHS_FIGURES, of packed sequences and windows
+    lengths.d128_h16_ragged.v14.tflops   of a cell of these
     sharded_x2.h16_causal_131072.forward.ring.time_ms    of attention over two GPUs; likewise
                                                          ...ring.communication.hidden and, of
                                                          derived.ring_ratios, ...ring.of_ideal
@@ -35,14 +37,22 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS
-from ..problem import DECODE, DISTRIBUTIONS, SHARDED
+from ..problem import DECODE, DISTRIBUTIONS, LENGTHS, SHARDED
 from ..record_schema import RING, SHARES, WORKLOADS
-from .derived import DECODE_FIGURES, decode_figures, derived, ring_ratios, static_derived
+from .derived import (
+    DECODE_FIGURES,
+    LENGTHS_FIGURES,
+    decode_figures,
+    derived,
+    lengths_figures,
+    ring_ratios,
+    static_derived,
+)
 from .record_set import GPU_FOLDER, NOT_MEASURED, STALE, RecordSet, Whole, in_folder
 
 _FOLDER = re.compile(rf"\s*({GPU_FOLDER})\s+(?=[a-z\d(])")
@@ -58,6 +68,24 @@ _SHARDED = re.compile(r"sharded_x(\d+)")
 _BY_OPERATION = [operation.name for operation in OPERATIONS.values()]
 _MIB = 1 << 20
 _TIMES = {"time_ms", "time_p25_ms", "time_p75_ms", "tflops", "ms_per_step"}
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A record's figures, what computes them, its problems by cell, and a number of a cell."""
+
+    figures: tuple[str, ...]
+    derive: Callable[[dict], dict]
+    problems: Mapping[str, object]
+    example: str
+
+
+_COMPARED = {
+    "decode": _Compared(
+        DECODE_FIGURES, decode_figures, DECODE, "d128_b8_h32_kv8_q1_8192.v13.time_ms"
+    ),
+    "lengths": _Compared(LENGTHS_FIGURES, lengths_figures, LENGTHS, "d128_h16_ragged.v14.tflops"),
+}
 
 
 class _Unavailable(Exception):
@@ -179,7 +207,9 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
     if name == "training_speed":
         return _speed_number(record_set.training_speed, keys, text)
     if name == "decode":
-        return _decode_number(record_set.decode, keys, text)
+        return _compared_number(name, record_set.decode, keys, text)
+    if name == "lengths":
+        return _compared_number(name, record_set.lengths, keys, text)
     if several := _SHARDED.fullmatch(name):
         return _sharded_number(record_set.sharded.get(int(several[1])), keys, text)
     sources, recorded, derive = record_set.steps, record_set.measured, derived
@@ -241,17 +271,19 @@ def _speed_number(speed: Whole | None, keys: list[str], text: str) -> _Value:
     return _walk(measured, lambda workload: workload["attentions"], keys, text)
 
 
-def _decode_number(decode: Whole | None, keys: list[str], text: str) -> _Value:
+def _compared_number(kind: str, whole: Whole | None, keys: list[str], text: str) -> _Value:
+    """Of a record whose cells compare attentions, or of the figures that follow from all cells."""
+    compared = _COMPARED[kind]
     if len(keys) not in (1, 3):
-        example = "decode.d128_b8_h32_kv8_q1_8192.v13.time_ms"
-        raise UsageError(f"'{text}' does not read like 'decode.mean' or '{example}'")
-    _require(keys[0], list(DECODE_FIGURES if len(keys) == 1 else DECODE), text)
-    if decode is None or decode.stale:
-        raise _Unavailable(STALE if decode else NOT_MEASURED)
+        examples = f"'{kind}.mean' or '{kind}.{compared.example}'"
+        raise UsageError(f"'{text}' does not read like {examples}")
+    _require(keys[0], list(compared.figures if len(keys) == 1 else compared.problems), text)
+    if whole is None or whole.stale:
+        raise _Unavailable(STALE if whole else NOT_MEASURED)
     if len(keys) == 1:
-        return _walk(decode_figures(decode.record), lambda _: {}, keys, text)
+        return _walk(compared.derive(whole.record), lambda _: {}, keys, text)
     name, *rest = keys
-    cell = next((cell for cell in decode.record["cells"] if cell["name"] == name), None)
+    cell = next((cell for cell in whole.record["cells"] if cell["name"] == name), None)
     return _walk(cell and cell["attentions"] | {"run": cell["run"]}, lambda _: {}, rest, text)
 
 

@@ -5,14 +5,15 @@ Generated text stands between HTML comments, which render invisibly:
     <!-- table: results -->…<!-- end -->          or memory, peers, grid, sass, banks: those of the
                                                   forward ladder
     <!-- table: results b -->…<!-- end -->        any of these, of the ladder with this letter
-    <!-- table: latency -->…<!-- end -->          or decoding, decode, pictures, distributions,
-                                                  training_speed, sharded, sharded_model: the last
-                                                  two of the records of several such GPUs
+    <!-- table: latency -->…<!-- end -->          or decoding, decode, lengths, pictures,
+                                                  distributions, training_speed, sharded,
+                                                  sharded_model: the last two of the records of
+                                                  several such GPUs
     <!-- table: counters v04 -->…<!-- end -->     or resources, experiments: those of a step
     <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers and grid of any ladder,
-                                                  distributions, latency, decode, training_speed,
-                                                  sharded and sharded_model, of the records in
-                                                  profiles/h100, which need not be there
+                                                  distributions, latency, decode, lengths,
+                                                  training_speed, sharded and sharded_model, of the
+                                                  records in profiles/h100, which need not be there
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
 They show the H200's records and the static ones unless told. In the results table those of any
@@ -31,7 +32,7 @@ from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS, Operation
 from ..paths import ROOT
 from ..records import HEADLINE_GPU, STATIC, write_atomically
-from . import decode_table, diagrams, sharded_tables, tables
+from . import decode_table, diagrams, lengths_table, sharded_tables, tables
 from .expressions import evaluate
 from .page import render_page
 from .plots import render_plots
@@ -240,6 +241,7 @@ GPU_TABLES = {
     "latency": tables.latency,
     "decoding": tables.decoding,
     "decode": decode_table.decode,
+    "lengths": lengths_table.lengths,
     "pictures": tables.pictures,
     "training_speed": tables.training_speed,
     "sharded": sharded_tables.sharded,

@@ -17,6 +17,7 @@ from ..record_schema import (
     EXPERIMENT_RECORD,
     GRID_RECORD,
     LATENCY_RECORD,
+    LENGTHS_RECORD,
     PICTURES_RECORD,
     RECORD,
     SHARDED_RECORD,
@@ -31,6 +32,7 @@ from ..records import (
     DECODE_FILE,
     DISTRIBUTIONS_FILE,
     LATENCY_FILE,
+    LENGTHS_FILE,
     PICTURES_FILE,
     SHARDED_FILE,
     STATIC,
@@ -132,6 +134,7 @@ class RecordSet:
     timelines: Recorded
     cells: dict[str, Cells]  # "grid" and "grid_backward", of shapes; "distributions", of the inputs
     decode: Whole | None  # of few queries on many keys
+    lengths: Whole | None  # of packed sequences, windows and caches
     latency: Whole | None  # of small calls
     pictures: Whole | None
     training: Whole | None
@@ -195,6 +198,7 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
         ),
         cells={name: record for name, record in cells.items() if record},
         decode=_load_whole(folder / DECODE_FILE, DECODE_RECORD, steps),
+        lengths=_load_whole(folder / LENGTHS_FILE, LENGTHS_RECORD, steps),
         latency=_load_whole(folder / LATENCY_FILE, LATENCY_RECORD, steps, host=host_hashes()),
         pictures=_load_whole(
             folder / PICTURES_FILE, PICTURES_RECORD, steps, made_by=picture_hashes()

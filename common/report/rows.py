@@ -21,6 +21,8 @@ from .derived import (
     copy_shares,
     decode_ratios,
     derived,
+    fastest_peer,
+    lengths_ratios,
     peer_ratios,
     readable,
     ring_ratios,
@@ -293,6 +295,39 @@ def decode(record_set: RecordSet) -> list[Row]:
             row["copy_share"] = min(of_row)
         found.append(row)
     return found
+
+
+def lengths(record_set: RecordSet) -> list[Row]:
+    """A row for each kind of sequences and mask: the newest step's TFLOP/s and the fastest peer's.
+
+    by_heads has step, peer, name and ratio for each head_dim and numbers of heads; None where the
+    cell is missing, peer, name and ratio where no peer was measured.
+    """
+    if record_set.lengths is None or record_set.lengths.stale:
+        return []
+    record = record_set.lengths.record
+    newest, ratios = next(iter(record["sources"])), lengths_ratios(record)
+    columns = dict.fromkeys(map(_heads_of, record["cells"]))
+    found: dict[tuple, Row] = {}
+    for cell in record["cells"]:
+        what = {key: cell[key] for key in ("title", "group", "causal", "window")}
+        row = found.setdefault(
+            tuple(map(str, what.values())), {**what, "by_heads": dict.fromkeys(columns)}
+        )
+        peer = fastest_peer(cell, record["sources"])
+        row["by_heads"][_heads_of(cell)] = {
+            "step": cell["attentions"].get(newest, {}).get("tflops"),
+            "peer": peer and cell["attentions"][peer]["tflops"],
+            "name": peer,
+            "ratio": ratios.get(cell["name"]),
+        }
+    return list(found.values())
+
+
+def _heads_of(cell: dict) -> str:
+    queries, keys = cell["heads"], cell["kv_heads"]
+    heads = f"{queries}" if queries == keys else f"{queries}/{keys}"
+    return f"head_dim {cell['head_dim']}, {heads} heads"
 
 
 def pictures(record_set: RecordSet) -> list[Row]:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from common.catalog import all_steps
 from common.operation import BACKWARD, FORWARD, Operation
-from common.problem import DECODE, DISTRIBUTIONS, SHARDED, TRAINED, Shape
+from common.problem import DECODE, DISTRIBUTIONS, LENGTHS, SHARDED, TRAINED, Sequences, Shape
 from common.record_schema import CACHES, SDPA, SHARDED_ATTENTIONS
 from common.records import SCHEMA, host_hashes, model_hashes, picture_hashes, sharded_hashes
 from common.step import Step
@@ -201,6 +201,60 @@ def fake_decode(step: Step, before: Step | None = None) -> dict:
         "copy_samples_ms": [1.0, 1.0],
         "skipped": dict.fromkeys(too_large, "out of memory"),
         "cells": [cell(name, p.shape) for name, p in problems.items() if name not in too_large],
+    }
+
+
+def fake_lengths(step: Step, padding: Step) -> dict:
+    """The step takes 1 ms of every cell but one; one peer 2 of packed sequences, 1.5 with windows
+    and 0.8 on caches, where the other one, which takes 4, is missing.
+
+    Of padded sequences the other step takes 3 ms, and 1.25 where lengths are equal; with a very
+    long one it is missing.
+    """
+    state = fake_record(step)["environment"]["before"]
+    too_large = "d256_h8_one_long"
+    peer_ms = {"packed": 2.0, "windows": 1.5, "caches": 0.8}
+
+    def cell(name: str, sequences: Sequences) -> dict:
+        def outcome(time_ms: float) -> dict:
+            return {
+                "time_ms": time_ms,
+                "time_p25_ms": time_ms * 0.99,
+                "time_p75_ms": time_ms * 1.01,
+                "samples_ms": [time_ms] * 3,
+                "tflops": sequences.flops / time_ms / 1e9,
+                "difference": 0.002,
+            }
+
+        attentions = {
+            step.name: outcome(1.0),
+            "flash_attention_3": outcome(peer_ms[sequences.group]),
+            "varlen_attn": outcome(4.0),
+        }
+        if sequences.group == "caches":
+            attentions["varlen_attn"] = {"missing": "no seqused_k"}
+        if sequences.group == "packed" and (sequences.causal or sequences.are_equal):
+            padded = outcome(1.25 if sequences.are_equal else 3.0)
+            if "one_long" in name:
+                padded = {"missing": "the padded batch takes 15 GB"}
+            attentions[f"padded_{padding.name}"] = padded
+        return {
+            "name": name,
+            "run": name,
+            "environment": {"before": state, "after": state},
+            **sequences.as_record(),
+            "routes": {"flash_attention_3": "fake"},
+            "slow": ["varlen_attn"],
+            "attentions": attentions,
+        }
+
+    return {
+        "schema": SCHEMA,
+        "device": "NVIDIA H200",
+        "dtype": "bf16",
+        "sources": {each.name: {"code_sha256": each.code_sha256} for each in (step, padding)},
+        "skipped": {too_large: "out of memory"},
+        "cells": [cell(name, each) for name, each in LENGTHS.items() if name != too_large],
     }
 
 

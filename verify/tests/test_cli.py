@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs make without the settings that an outer make has exported."""
     outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "N", "STEPS", "CASES", "SEED"}
-    outer |= {"EXPERIMENTS", "GRID", "DIST", "DECODE", "LATENCY", "TRAIN", "M"}
+    outer |= {"EXPERIMENTS", "GRID", "DIST", "DECODE", "LENGTHS", "LATENCY", "TRAIN", "M"}
     variables = {name: value for name, value in os.environ.items() if name not in outer}
     return subprocess.run(
         ["make", "-C", str(ROOT), "--no-print-directory", *arguments],
@@ -129,6 +129,7 @@ def test_options_of_check():
         (["bench", "GRID=1"], "-m common bench --grid"),
         (["bench", "DIST=1"], "-m common bench --distributions"),
         (["bench", "DECODE=1"], "-m common bench --decode"),
+        (["bench", "LENGTHS=1"], "-m common bench --lengths"),
         (["bench", "LATENCY=1"], "-m common bench --latency"),
         (["bench", "TRAIN=1"], "-m common bench --training"),
         (["compare", "N=8", "M=9"], "-m common compare 8 9"),
@@ -194,7 +195,10 @@ def test_whoever_reads_the_output_may_stop():
         (),
         *(
             (f"--{what}",)
-            for what in ("experiments", "grid", "distributions", "decode", "latency", "training")
+            for what in (
+                *("experiments", "grid", "distributions", "decode", "lengths", "latency"),
+                "training",
+            )
         ),
     ],
 )

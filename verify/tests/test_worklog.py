@@ -28,6 +28,7 @@ from verify.tests.fake_records import (
     fake_distributions,
     fake_grid,
     fake_latency,
+    fake_lengths,
     fake_record,
     fake_static_record,
     fake_timeline,
@@ -52,6 +53,7 @@ WORKLOG = """# Title
 <!-- table: latency --><!-- end -->
 <!-- table: decoding --><!-- end -->
 <!-- table: decode --><!-- end -->
+<!-- table: lengths --><!-- end -->
 <!-- table: pictures --><!-- end -->
 <!-- table: sass --><!-- end -->
 <!-- table: banks --><!-- end -->
@@ -129,6 +131,7 @@ def test_rows_are_plain_values(root):
     write_record(root / "profiles/h200/grid.json", fake_grid(V01, V02))
     write_record(root / "profiles/h200/distributions.json", fake_distributions(V01, V02))
     write_record(root / "profiles/h200/decode.json", fake_decode(V02))
+    write_record(root / "profiles/h200/lengths.json", fake_lengths(V02, V01))
     write_record(root / "profiles/h200/latency.json", fake_latency(V02))
     write_record(root / "profiles/h200/training_speed.json", fake_training_speed(V02, B02))
     record_set = record_set_of(root)
@@ -153,6 +156,7 @@ def test_rows_are_plain_values(root):
     of_a_set = (
         rows.distributions,
         rows.decode,
+        rows.lengths,
         rows.latency,
         rows.decoding,
         rows.training_speed,
@@ -327,7 +331,7 @@ def test_a_ladder_without_its_letter_is_forward(backward_root):
 def test_gains_are_told_over_what_a_step_changes():
     readme = (ROOT / "README.md").read_text()
     assert "Step gain: over the step before, same run; of b10 over b08." in readme
-    assert "Step gain: over the step before, same run." in readme
+    assert "Step gain: over the step before, same run; of v14 over v12." in readme
 
 
 def test_a_ladder_on_another_gpu(backward_root):
@@ -438,6 +442,7 @@ RECORDS = [
     "h200/distributions.json",
     "h200/distributions_previous.json",
     "h200/decode.json",
+    "h200/lengths.json",
     "h200/latency.json",
     "h200/training_speed.json",
     "h200/timelines/v09.json",
