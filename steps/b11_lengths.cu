@@ -20,7 +20,7 @@
 constexpr int CONSUMERS = 2;  // warpgroups that compute; one more loads and adds dQ to its sum
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // starts all loads; the next ones add dQ
-constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int BLOCK_N = 64 * CONSUMERS;             // keys; a warpgroup computes for 64
 constexpr int BLOCK_M = HEAD_DIM <= 64 ? 128 : 64;  // queries of a tile
 // Tiles in shared memory. Q is read longest, by S first and by dK last; a third tile, where there is

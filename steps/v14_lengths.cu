@@ -18,8 +18,8 @@
 constexpr int CONSUMERS = HEAD_DIM <= 96 ? 3 : 2;  // warpgroups that compute; one more copies
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER = 128 * CONSUMERS;  // the thread that starts all copies
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 240;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232;
 constexpr int BLOCK_M = 64 * CONSUMERS;  // query rows, 64 a warpgroup
 constexpr int BLOCK_N =                  // keys of a tile
     HEAD_DIM <= 64    ? 128
@@ -419,8 +419,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     uint32_t p_frag[BLOCK_N / 16][4];
     float rescale[2];
 
-    // ---- load Q: what goes to registers, and the work tile that it belongs to
-    const auto load_q = [&] {
+    // ---- load Q: what goes to registers. Returns the work tile that it belongs to.
+    const auto load_q = [&]() -> const WorkTile& {
         wait_for(smem.q_full[q_place.stage()], q_place.phase());
         q_desc = k_major(smem.q_o, group_row, q_place.stage() * PANELS * PANEL);
 #pragma unroll
@@ -428,7 +428,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
                         swizzled(smem.q_o, warp_row + lane % 16, d + lane / 16 * 8));
         __syncwarp();  // every lane has its elements, whose place is then O's
-        const WorkTile& tile = smem.work[q_place.number % WORK_STAGES];
+        return smem.work[q_place.number % WORK_STAGES];
+    };
+    // Not before O of the work tile before has left: its numbers take registers.
+    const auto look_at = [&](const WorkTile& tile) {
         Work work = {.tile = &tile, .num_tiles = uniform(tile.num_tiles)};
         // Of a warpgroup behind the sequence's end as few as it can do with.
         const int group_keys = end_visible(p, tile, group_row + 63) - tile.k_start;
@@ -490,32 +493,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) s_acc[n][i] *= scale_log2;
         }
-        // Of key n of the tensor the place in the tile, from the lane's first column on.
-        const auto column = [&](int n) {
-            return n - work.tile->k_start - tile * BLOCK_N - 2 * (lane % 4);
-        };
-        if (tile >= work.clear_end) {
+        if (tile < work.clear_begin || tile >= work.clear_end) {
+            // From the lane's first column on.
+            const int k_start = work.tile->k_start + tile * BLOCK_N + 2 * (lane % 4);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int row = warp_row + 8 * r + lane / 4;
-                const int end = column(end_visible(p, *work.tile, row));
+                const int first = first_visible(p, *work.tile, row) - k_start;
+                const int end = end_visible(p, *work.tile, row) - k_start;
 #pragma unroll
                 for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        if (8 * n + i >= end) s_acc[n][2 * r + i] = -INFINITY;
-            }
-        }
-        if (tile < work.clear_begin) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int row = warp_row + 8 * r + lane / 4;
-                const int first = column(first_visible(p, *work.tile, row));
-#pragma unroll
-                for (int n = 0; n < BLOCK_N / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 2; ++i)
-                        if (8 * n + i < first) s_acc[n][2 * r + i] = -INFINITY;
+                        if (8 * n + i < first || 8 * n + i >= end) s_acc[n][2 * r + i] = -INFINITY;
             }
             // A row that has seen no key before has no m yet. softmax_first sets the first tile's.
             if (tile > 0 && __any_sync(0xffffffff, shift[0] == NO_SHIFT || shift[1] == NO_SHIFT)) {
@@ -733,10 +723,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
     };
 
-    Work work = load_q();
+    const WorkTile& first_tile = load_q();
     wait_for_turn();
     start_s();
     pass_turn();
+    Work work = look_at(first_tile);
     softmax_first(work);
     for (;;) {
         // ---- for each K/V tile
@@ -791,13 +782,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             break;
         }
         start_pv(last_v, last_tile);
-        work = load_q();
+        const WorkTile& next = load_q();
         start_s();
         pass_turn();
         sum_up();
         wgmma_wait_group<1>(o_acc, p_frag);
         release(smem.v_empty[last_v.stage()]);
         write(done);  // while S of the next work tile runs
+        work = look_at(next);
         softmax_first(work);
     }
     if (lane == 0) cp_async_bulk_wait_group_read<0>();
