@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from .errors import UsageError
 from .functional import attention, attention_varlen
 from .lengths import UNLIMITED
-from .operation import BACKWARD, FORWARD, Operation
+from .operation import BACKWARD, FORWARD
 from .operator import DTYPE_NAMES, _backend, highest_step
 from .step import HEAD_DIMS
 
@@ -397,9 +397,8 @@ def _refusal(
 def _refusal_of_lengths(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why no step can take lengths or a window of these inputs, or None."""
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    operations = (FORWARD, BACKWARD) if needs_grad else (FORWARD,)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _refusal_of_steps(operations, deterministic, query.device, query.dtype, query.shape[3])
+    return _refusal_of_steps(needs_grad, deterministic, query.device, query.dtype, query.shape[3])
 
 
 @torch.compiler.assume_constant_result  # torch.compile would look into the cache
@@ -409,7 +408,7 @@ def _refusal_of_steps(*conditions) -> str | None:
 
 @cache
 def _find_refusal(
-    operations: tuple[Operation, ...],
+    needs_grad: bool,
     deterministic: bool,
     device: torch.device,
     dtype: torch.dtype,
@@ -417,7 +416,7 @@ def _find_refusal(
 ) -> str | None:
     like = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta")
     try:
-        for operation in operations:
+        for operation in (FORWARD, BACKWARD) if needs_grad else (FORWARD,):
             highest_step(
                 _backend(device),
                 operation,
