@@ -140,6 +140,8 @@ _OWN = (
     ),
     # Tiles of queries that end with a batch.
     used_case("used_tile", Shape(3, 2, 1, 128, 140, 64), BF16, (140, 128, 1), (100, 20)),
+    # Of a warp's last 16 keys one is not used.
+    used_case("used_tile_15", Shape(2, 1, 1, 16, 40, 64), BF16, (31, 40)),
     # What dS is multiplied by, of each sequence and head of k and v. Of 4 heads and 9 tiles one
     # row, which decides, is in the last ones.
     packed_case(
