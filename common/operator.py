@@ -9,9 +9,8 @@ each call has a key more than the one before.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,20 +25,26 @@ from .errors import NotEnoughMemoryError, UsageError
 from .lengths import UNLIMITED, Lengths
 from .operation import BACKWARD, FORWARD, Operand, Operation
 from .runtime.backend import (
-    DTYPE_NAMES,
     Backend,
     Call,
+    empty_like,
     empty_outputs,
     refuse,
     specialization,
 )
 from .runtime.launch import check_alignment, strides
 from .step import Step, are_few
+from .validation import (
+    COPIED,
+    is_packed,
+    rows_shape,
+    validate,
+    validate_lengths,
+    validate_shapes,
+    validate_values,
+)
 
 MOST_ALIGNMENT = 64  # bytes: no step asks for rows aligned to more
-# Inputs that lie as whoever computed them left them, autograd or torch.vmap: where a step cannot
-# read one, it is copied. All others it must read where they are.
-COPIED = ("lse", "dout")
 
 # Not torch.library.custom_op: a call of that takes several times as long, because it goes through
 # Python twice more, for gradients and for aliases.
@@ -105,7 +110,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse; arguments and exceptions as in common.attention."""
     if not q.dim() == k.dim() == v.dim() == 4:
-        _validate_shapes(FORWARD, (q, k, v))
+        validate_shapes(FORWARD, (q, k, v))
     # fmt: off
     key = (
         step, backward_step, deterministic, causal,
@@ -115,7 +120,7 @@ def _forward(
     # fmt: on
     chosen = _calls.get(key)
     if chosen is None:
-        _validate(FORWARD, (q, k, v))
+        validate(FORWARD, (q, k, v))
         if backward_step is not None:  # found wrong here, not somewhere in a backward pass
             _find(BACKWARD, backward_step, deterministic)
         chosen = _calls.add(
@@ -147,16 +152,16 @@ def _forward_lengths(
     inputs = (q, k, v)
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, window_left, window_right, causal)
     # Each time: a backend checks the shapes of q, k and v, and nothing of these.
-    _validate_lengths(inputs, lengths)
+    validate_lengths(inputs, lengths)
     if q.is_cpu:  # elsewhere the host would wait for the values
-        _validate_values(inputs, lengths)
+        validate_values(inputs, lengths)
     key = (
         *("lengths", step, backward_step, deterministic, causal, q.shape[-1]),
         *(q.dtype, q.device, k.dtype, k.device, v.dtype, v.device),
     )
     chosen = _calls.get(key)
     if chosen is None:
-        _validate(FORWARD, inputs, lengths)
+        validate(FORWARD, inputs, lengths)
         if backward_step is not None:
             _find(BACKWARD, backward_step, deterministic, lengths)
         batched = _batched(inputs, lengths)
@@ -190,11 +195,11 @@ def _backward(
     """
     inputs = (q, k, v, o, lse, dout)
     if not (q.dim() == k.dim() == v.dim() == o.dim() == dout.dim() == 4):
-        _validate_shapes(BACKWARD, inputs)
+        validate_shapes(BACKWARD, inputs)
     key = (step, deterministic, causal, q.shape[3], *[(t.dtype, t.device) for t in inputs])
     chosen = _calls.get(key)
     if chosen is None:
-        _validate(BACKWARD, inputs)
+        validate(BACKWARD, inputs)
         chosen = _calls.add(
             key, _choose(BACKWARD, inputs, causal, step, deterministic, as_they_lie=False)
         )
@@ -225,18 +230,18 @@ def _backward_lengths(
     """Likewise, where o and lse are what forward_lengths returned."""
     inputs = (q, k, v, o, lse, dout)
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, window_left, window_right, causal)
-    _validate_lengths(inputs[:3], lengths)
+    validate_lengths(inputs[:3], lengths)
     if not q.dim() == o.dim() == dout.dim():
-        _validate_shapes(BACKWARD, inputs, _is_packed(lengths))
+        validate_shapes(BACKWARD, inputs, is_packed(lengths))
     if q.is_cpu:
-        _validate_values(inputs[:3], lengths)
+        validate_values(inputs[:3], lengths)
     key = (
         *("lengths", step, deterministic, causal, q.shape[-1]),
         *[(t.dtype, t.device) for t in inputs],
     )
     chosen = _calls.get(key)
     if chosen is None:
-        _validate(BACKWARD, inputs, lengths)
+        validate(BACKWARD, inputs, lengths)
         batched = _batched(inputs, lengths)
         chosen = _calls.add(
             key,
@@ -244,7 +249,7 @@ def _backward_lengths(
         )
     scale = chosen.default_scale if softmax_scale is None else softmax_scale
     outputs = None
-    if lse.is_contiguous() and lse.shape == _rows(q.shape) and dout.stride(-1) == 1:
+    if lse.is_contiguous() and lse.shape == rows_shape(q.shape) and dout.stride(-1) == 1:
         outputs = _try(BACKWARD, chosen.call, inputs, scale, lengths)
     return outputs or _call_as_they_lie(
         BACKWARD, key, inputs, causal, scale, step, deterministic, lengths
@@ -268,7 +273,7 @@ def _try(
             tensors = _batched(inputs + outputs, lengths)
         workspace = call(tensors, (softmax_scale,), lengths)
     except (RuntimeError, NotEnoughMemoryError):  # perhaps of shapes that do not fit
-        _validate(operation, inputs, lengths)
+        validate(operation, inputs, lengths)
         raise
     return None if workspace is None else outputs
 
@@ -287,7 +292,7 @@ def _call_as_they_lie(
 
     Raises UsageError where none can, or shapes do not fit together.
     """
-    _validate(operation, inputs, lengths)
+    validate(operation, inputs, lengths)
     batched = _batched(inputs, lengths)
     key = (*key, _alignment(_fixed(operation, batched).values()))
     chosen = _calls.get(key) or _calls.add(
@@ -311,31 +316,19 @@ def _outputs(
     """New outputs. Those of packed sequences are no views of a batch's: autograd would let nobody
     change them in place.
     """
-    if not _is_packed(lengths) or operation is BACKWARD:  # gradients have their inputs' axes
+    if not is_packed(lengths) or operation is BACKWARD:  # gradients have their inputs' axes
         return empty_outputs(operation, inputs)
     q, _, _ = inputs
-    o = torch.empty_like(q)
-    if o.stride(-1) != 1:  # the axes of q overlap
-        o = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return o, torch.empty(_rows(q.shape), dtype=torch.float32, device=q.device)
-
-
-def _rows(q: torch.Size) -> tuple[int, ...]:
-    """The shape of lse, by that of q, which has three axes where sequences are packed."""
-    return (q[1], q[0]) if len(q) == 3 else q[:3]
+    return empty_like(q), torch.empty(rows_shape(q.shape), dtype=torch.float32, device=q.device)
 
 
 def _batched(
     tensors: tuple[torch.Tensor, ...], lengths: Lengths | None
 ) -> tuple[torch.Tensor, ...]:
     """As a backend takes them: packed sequences are the rows of a batch of one."""
-    if not _is_packed(lengths):
+    if not is_packed(lengths):
         return tensors
     return tuple((t.transpose(0, 1) if t.dim() == 3 else t).unsqueeze(0) for t in tensors)
-
-
-def _is_packed(lengths: Lengths | None) -> bool:
-    return lengths is not None and lengths.cu_seqlens_q is not None
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:
@@ -346,7 +339,7 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
 def _fake(operation: Operation, *arguments) -> tuple[torch.Tensor, ...]:
     """Outputs without contents, for fake tensors and for the meta device."""
     inputs = _tensors(operation, arguments)
-    _validate(operation, inputs)
+    validate(operation, inputs)
     return empty_outputs(operation, inputs)
 
 
@@ -354,8 +347,8 @@ def _fake_lengths(operation: Operation, *arguments) -> tuple[torch.Tensor, ...]:
     """Likewise, where there are lengths. Of these only the shapes are there."""
     inputs = _tensors(operation, arguments)
     lengths = _lengths(*arguments[len(inputs) :][:6])
-    _validate_lengths(inputs[:3], lengths)
-    _validate(operation, inputs, lengths)
+    validate_lengths(inputs[:3], lengths)
+    validate(operation, inputs, lengths)
     return _outputs(operation, inputs, lengths)
 
 
@@ -645,7 +638,7 @@ def _choose(
     as_they_lie: bool,
 ) -> _Chosen:
     """The given step, or the highest one that can run such inputs, or these as their rows lie."""
-    backend = _backend(inputs[0].device)
+    backend = backend_of(inputs[0].device)
     if step is None:
         found = highest_step(
             backend, operation, inputs, causal, deterministic, as_they_lie, lengths is not None
@@ -681,162 +674,6 @@ def _lengths(
     return Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, *limits)
 
 
-def _validate_lengths(inputs: Sequence[torch.Tensor], lengths: Lengths) -> None:
-    """Raises UsageError unless the lengths fit together and the inputs, whatever their values are,
-    and the inputs have as many axes as the lengths say.
-    """
-    cu_seqlens_q, cu_seqlens_k, seqused_k, *_ = lengths
-    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
-        given, missing = "qk" if cu_seqlens_k is None else "kq"
-        raise UsageError(f"cu_seqlens_{given} is given without cu_seqlens_{missing}")
-    packed = cu_seqlens_q is not None
-    q, k, v = inputs
-    if not q.dim() == k.dim() == v.dim() == (3 if packed else 4):
-        _validate_shapes(FORWARD, inputs, packed)
-    for name, t in zip(Lengths._fields, lengths[:3], strict=False):
-        if t is not None:
-            _validate_length(name, t, q.device)
-    sequences = q.shape[0]
-    if packed:
-        sequences = cu_seqlens_q.shape[0] - 1
-        if cu_seqlens_k.shape[0] - 1 != sequences:
-            raise UsageError(
-                f"cu_seqlens_q and cu_seqlens_k must have the same shape, [sequences + 1], not "
-                f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
-            )
-        if sequences < 1:
-            raise UsageError(
-                f"cu_seqlens_q must be [sequences + 1], not of shape {list(cu_seqlens_q.shape)}: "
-                "there are no sequences"
-            )
-    if seqused_k is not None and seqused_k.shape[0] != sequences:
-        raise UsageError(
-            f"seqused_k must be of shape [{sequences}], a length for each sequence, not "
-            f"{list(seqused_k.shape)}"
-        )
-
-
-def _validate_length(name: str, t: torch.Tensor, device: torch.device) -> None:
-    if t.dtype != torch.int32:
-        raise UsageError(f"{name} must be int32, not {t.dtype}: pass {name}.int()")
-    if t.dim() != 1:
-        axes = "[sequences]" if name == "seqused_k" else "[sequences + 1]"
-        raise UsageError(f"{name} must be {axes}, not of shape {list(t.shape)}")
-    if not t.is_contiguous():
-        raise UsageError(
-            f"{name} must be contiguous, its stride is {t.stride(0)}: pass {name}.contiguous()"
-        )
-    if t.device != device:
-        raise UsageError(f"{name} must be on the device of q, {device}, not on {t.device}")
-
-
-def _validate_values(inputs: Sequence[torch.Tensor], lengths: Lengths) -> None:
-    """Raises UsageError unless the lengths, which _validate_lengths() has seen, fit the inputs."""
-    q, k, _ = inputs
-    cu_seqlens_q, cu_seqlens_k, seqused_k, *_ = lengths
-    if cu_seqlens_q is None:
-        keys = [k.shape[2]] * k.shape[0]
-    else:
-        _differences("cu_seqlens_q", cu_seqlens_q, "q", q.shape[0])
-        keys = _differences("cu_seqlens_k", cu_seqlens_k, "k", k.shape[0])
-    if seqused_k is None:
-        return
-    for i, (used, there) in enumerate(zip(seqused_k.tolist(), keys, strict=False)):
-        if not 0 <= used <= there:
-            raise UsageError(
-                f"seqused_k must be from 0 to the keys of a sequence: seqused_k[{i}] is {used}, "
-                f"and sequence {i} has {there}"
-            )
-
-
-def _differences(name: str, t: torch.Tensor, packed: str, total: int) -> list[int]:
-    """The sequences' lengths. Raises UsageError unless t rises from 0 to the total."""
-    first, *_, last = begins = t.tolist()
-    if first != 0:
-        raise UsageError(f"{name} must begin with 0, not with {first}")
-    lengths = [end - begin for begin, end in pairwise(begins)]
-    for i, length in enumerate(lengths):
-        if length < 0:
-            raise UsageError(
-                f"{name} must never fall: {name}[{i}] is {begins[i]}, and {name}[{i + 1}] is "
-                f"{begins[i + 1]}"
-            )
-    if last != total:
-        raise UsageError(f"{name} must end with {total}, as {packed} has rows, not with {last}")
-    return lengths
-
-
-def _validate_shapes(
-    operation: Operation, inputs: Sequence[torch.Tensor], packed: bool = False
-) -> None:
-    """Raises UsageError unless the inputs' shapes fit together."""
-    q, k, v = [t.shape for t in inputs[:3]]
-    axes = ["total", "heads", "head_dim"] if packed else ["batch", "heads", "seq", "head_dim"]
-    _validate_shape("q", q, axes)
-    _validate_shape("k", k, axes)
-    if k != v:
-        _validate_shape("v", v, axes)
-        raise UsageError(f"k and v must have the same shape, not {list(k)} and {list(v)}")
-    if packed:
-        if q[-1] != k[-1]:
-            raise UsageError(f"q {list(q)} and k {list(k)} must have the same head_dim")
-    elif q[0] != k[0] or q[3] != k[3]:
-        raise UsageError(f"q {list(q)} and k {list(k)} must have the same batch and head_dim")
-    if q[1] % k[1]:  # in both layouts
-        raise UsageError(f"heads ({q[1]}) must be a multiple of kv_heads ({k[1]})")
-    if len(inputs) == 3:
-        return
-    for operand, t in zip(operation.inputs[3:], inputs[3:], strict=True):  # all by query
-        shape = list(q if operand.strided else _rows(q))
-        if list(t.shape) != shape:
-            raise UsageError(f"{operand.name} must be of shape {shape}, not {list(t.shape)}")
-
-
-def _validate_shape(name: str, shape: Sequence[int], axes: Sequence[str]) -> None:
-    if len(shape) != len(axes):
-        raise UsageError(f"{name} must be [{', '.join(axes)}], not of shape {list(shape)}")
-    if 0 in shape:
-        raise UsageError(f"{name} is empty: shape {list(shape)}")
-    if max(shape) >= 2**31:
-        raise UsageError(f"{name} is too long: shape {list(shape)}, sizes must be below 2^31")
-
-
-def _validate(
-    operation: Operation, inputs: Sequence[torch.Tensor], lengths: Lengths | None = None
-) -> None:
-    """Raises UsageError unless the inputs can be of the operation, for whatever step."""
-    _validate_shapes(operation, inputs, _is_packed(lengths))
-    strided = {}
-    for operand, t in zip(operation.inputs, inputs, strict=True):
-        if operand.strided:
-            strided[operand.name] = t
-            _validate_strided(operand.name, t)
-        elif t.dtype != torch.float32:
-            raise UsageError(f"{operand.name} must be float32, not {t.dtype}")
-    _require_same("dtype", strided)
-    names = (operand.name for operand in operation.inputs)
-    _require_same("device", dict(zip(names, inputs, strict=True)))
-
-
-def _validate_strided(name: str, t: torch.Tensor) -> None:
-    if t.dtype not in DTYPE_NAMES:
-        raise UsageError(f"{name} must be bfloat16, float16 or float32, not {t.dtype}")
-    if t.device.type not in ("cpu", "cuda", "meta"):
-        raise UsageError(f"{name} must be a CPU or CUDA tensor, not one on {t.device}")
-    if t.stride(-1) != 1 and name not in COPIED:
-        raise UsageError(
-            f"the last dimension of {name} must be contiguous, its stride is {t.stride(-1)}: "
-            f"pass {name}.contiguous()"
-        )
-
-
-def _require_same(attribute: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    if len({getattr(t, attribute) for t in tensors.values()}) > 1:
-        *names, last = tensors
-        found = ", ".join(f"{name} {getattr(t, attribute)}" for name, t in tensors.items())
-        raise UsageError(f"{', '.join(names)} and {last} must have the same {attribute}: {found}")
-
-
 def _is_readable(operand: Operand, t: torch.Tensor, alignment: int) -> bool:
     if not operand.strided:
         return t.is_contiguous()
@@ -847,7 +684,7 @@ def _is_readable(operand: Operand, t: torch.Tensor, alignment: int) -> bool:
     return t.stride(-1) == 1
 
 
-def _backend(device: torch.device) -> Backend:
+def backend_of(device: torch.device) -> Backend:
     """The backend of a device: one for the life of the process, whichever thread asks first."""
     with _backends_lock:
         if device not in _backends:

@@ -49,6 +49,9 @@ SHARDED_FILE = "sharded.json"  # in the folder of several GPUs
 _HOST_FILES = (
     "functional.py",
     "operator.py",
+    "validation.py",
+    "step.py",
+    "lengths.py",
     "cache.py",
     "runtime/backend.py",
     "runtime/gpu.py",

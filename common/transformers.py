@@ -18,7 +18,8 @@ from .errors import UsageError
 from .functional import attention, attention_varlen
 from .lengths import UNLIMITED
 from .operation import BACKWARD, FORWARD
-from .operator import DTYPE_NAMES, _backend, highest_step
+from .operator import backend_of, highest_step
+from .runtime.backend import DTYPE_NAMES
 from .step import HEAD_DIMS
 
 NAME = "attention_worklog"
@@ -418,7 +419,7 @@ def _find_refusal(
     try:
         for operation in (FORWARD, BACKWARD) if needs_grad else (FORWARD,):
             highest_step(
-                _backend(device),
+                backend_of(device),
                 operation,
                 [like],
                 causal=False,

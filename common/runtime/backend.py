@@ -126,14 +126,16 @@ def empty_outputs(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple
     outputs = []
     for index, strided in operation.models:
         model = inputs[index]
-        if strided:
-            output = torch.empty_like(model)
-            if output.stride(-1) != 1:  # the axes of the input overlap
-                output = torch.empty_like(model, memory_format=torch.contiguous_format)
-        else:
-            output = _empty_rows(model)
-        outputs.append(output)
+        outputs.append(empty_like(model) if strided else _empty_rows(model))
     return tuple(outputs)
+
+
+def empty_like(model: torch.Tensor) -> torch.Tensor:
+    """New, and lies like the model, but with contiguous rows where the model's axes overlap."""
+    output = torch.empty_like(model)
+    if output.stride(-1) != 1:
+        output = torch.empty_like(model, memory_format=torch.contiguous_format)
+    return output
 
 
 def _empty_rows(model: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ from .launch import (
     LengthsParams,
     Plan,
     descriptor_type,
+    lengths_of,
     params_type,
     read_plan,
     sizes_of,
@@ -232,8 +233,7 @@ class CpuBackend:
         num_returned = len(plan.workspaces)
         if kernel is not None:
             _, plan, num_returned = one_kernel(step, plan, kernel)
-        if step.takes_lengths and lengths is None:
-            lengths = Lengths()
+        lengths = lengths_of(step, lengths)
         sizes = sizes_of(tensors, lengths)
         workspace_bytes = plan.workspace_bytes(sizes)
         # The program fills its own addresses in: of each tensor, of its map, of each workspace.

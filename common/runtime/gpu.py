@@ -28,6 +28,7 @@ from .launch import (
     LaunchDescriptor,
     Plan,
     descriptor_type,
+    lengths_of,
     params_bytes,
     read_plan,
     sizes_of,
@@ -146,8 +147,7 @@ class GpuBackend:
         scalars: Sequence[float],
         lengths: Lengths | None = None,
     ) -> list[torch.Tensor] | None:
-        if module.step.takes_lengths and lengths is None:
-            lengths = Lengths()
+        lengths = lengths_of(module.step, lengths)
         sizes = sizes_of(tensors, lengths)
         # Once freed, torch reuses it only for work later on the same stream.
         workspace = self._allocate(module, sizes) if module.plan.workspaces else []

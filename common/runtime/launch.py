@@ -222,6 +222,11 @@ def sizes_of(tensors: Sequence, lengths: Lengths | None = None) -> tuple[int, ..
     return *sizes, padded_queries(batch, seq_q, lengths.num_sequences(batch))
 
 
+def lengths_of(step: Step, given: Lengths | None) -> Lengths | None:
+    """What the step gets: where it takes lengths, those of ordinary batches if none are given."""
+    return (given or Lengths()) if step.takes_lengths else None
+
+
 def padded_queries(batch: int, seq_q: int, num_sequences: int) -> int:
     """The size PADDED_Q of lengths.h."""
     return batch * seq_q + MOST_TILE_ROWS * num_sequences

@@ -24,6 +24,7 @@ from .launch import (
     LaunchDescriptor,
     LengthsParams,
     Plan,
+    lengths_of,
     params_bytes,
     params_type,
     strides,
@@ -107,7 +108,7 @@ class Packer:
         encoder: MapEncoder,
     ) -> None:
         operation = self._operation = step.operation
-        self._step_name, self._encoder = step.name, encoder
+        self._step, self._encoder = step, encoder
         self._no_workspace = [0] * operation.workspaces
         operands = enumerate(operation.operands)
         self._strided = itemgetter(*[i for i, operand in operands if operand.strided])
@@ -115,7 +116,6 @@ class Packer:
         self._layouts = struct.Struct(f"{8 * len(operation.strided)}q").pack
         self._scalars = struct.Struct(f"{len(operation.scalars)}d").pack
         self._params_bytes = params_bytes(step)
-        self._takes_lengths = step.takes_lengths
         self._plan = _Plan(
             encoder.function,
             encoder.data_type,
@@ -155,6 +155,7 @@ class Packer:
         The tensors are in the order of the operands, the workspaces at addresses, and a strided
         operand has four axes. Lengths are for a step that takes them.
         """
+        lengths = lengths_of(self._step, lengths)
         addresses = [t.data_ptr() for t in tensors]
         addresses += workspace
         addresses += self._no_workspace[len(workspace) :]
@@ -167,7 +168,7 @@ class Packer:
             self._addresses(*addresses),
             self._layouts(*layouts),
             self._scalars(*scalars),
-            _pack(lengths or Lengths(), tensors) if self._takes_lengths else None,
+            None if lengths is None else _pack(lengths, tensors),
         )
 
     def accepts(self, failure: int, tensors: Sequence[torch.Tensor]) -> bool:
@@ -197,7 +198,7 @@ class Packer:
         index, status = failure % 256 - 1, failure // 256
         t, name = tensors[index], self._operation.operands[index].name
         byte_strides = [stride * t.itemsize for stride in strides(t)]
-        told = f"{self._step_name} copies {name} by a tensor map, "
+        told = f"{self._step.name} copies {name} by a tensor map, "
         if max(byte_strides) >= MAX_STRIDE:
             told += f"whose strides are below 2^40 bytes, and {name} has one of {max(byte_strides)}"
         else:

@@ -18,7 +18,7 @@ import pytest
 from common.paths import ROOT
 
 LAYERS = ("core", "runtime", "call", "verify", "bench", "commands")  # each may import those before
-CALL = {"", "functional", "operator", "sharded", "transformers"}
+CALL = {"", "functional", "operator", "sharded", "transformers", "validation"}
 COMMANDS = {"__main__", "commands"}
 DATA = {"catalog", "errors", "metrics", "operation", "patch", "problem", "quiet", "record_schema"}
 DATA |= {"paths", "records", "ring_lanes", "source", "step", "text", "timeline_events"}
