@@ -159,11 +159,15 @@ def bench_decode() -> int:
 
 
 def bench_lengths() -> int:
-    """Measures the steps that take lengths and the peers on packed sequences and with windows."""
+    """Measures the steps of each ladder that take lengths and their peers on packed sequences and
+    with windows.
+    """
     _require_gpu()
     from .bench.lengths import measure_lengths
 
-    print(lengths_table.lengths(_after_recording(measure_lengths())))
+    for operation in OPERATIONS.values():
+        record_set = _after_recording(measure_lengths(operation))
+        print(lengths_table.lengths(record_set, operation))
     _report_regenerated()
     return 0
 

@@ -134,10 +134,9 @@ class Sequences:
             total += seen - left_behind
         return total
 
-    @property
-    def flops(self) -> int:
-        """Of the products of matrices in a forward call, a multiply-add counted as two."""
-        return 4 * self.heads * self.head_dim * self.visible
+    def flops(self, products: int) -> int:
+        """Of so many products of matrices, a multiply-add counted as two."""
+        return 2 * products * self.heads * self.head_dim * self.visible
 
     def as_record(self) -> dict:
         """What a record's cell says of it: no list of lengths, but what follows from them."""
@@ -303,6 +302,12 @@ def _lengths() -> Iterator[tuple[str, Sequences]]:
 
 
 LENGTHS = dict(_lengths())  # by a cell's name
+# Of those, what models are trained with, up to the head_dim of the steps.
+LENGTHS_BACKWARD = {
+    name: sequences
+    for name, sequences in LENGTHS.items()
+    if sequences.head_dim <= 128 and not sequences.seqused_k
+}
 # One sequence over several GPUs: 16 heads of their own keys, and Llama 3's 64 query heads on 8.
 SHARDED = {
     f"h{heads}{'_causal' if causal else ''}_{seq}": Problem(

@@ -5,7 +5,7 @@ experiments/vNN_what.json that of a variant; grid.json and, of the backward ladd
 grid_backward.json are of many shapes (grid.py), distributions.json is of many kinds of inputs
 (distributions.py), and beside each of these lies, as grid_previous.json, the run before, if that
 was of the same sources; decode.json is of few queries on many keys (decode.py),
-lengths.json of packed sequences and windows (lengths.py);
+lengths.json and lengths_backward.json of packed sequences and windows (lengths.py);
 timelines/vNN.json has the clocks of a pipeline (timeline.py); latency.json is what small calls cost
 (latency.py), pictures.json what heads look at and what attention() errs (pictures.py), train.json
 how a model was trained on attention() (train.py), whose q, k and v are in trained.npz, and
@@ -37,7 +37,6 @@ HEADLINE_GPU = "h200"  # the folder whose records README.md and worklog.md show
 # In the folder of a GPU.
 DISTRIBUTIONS_FILE = "distributions.json"
 DECODE_FILE = "decode.json"
-LENGTHS_FILE = "lengths.json"
 LATENCY_FILE = "latency.json"
 TRAIN_FILE = "train.json"
 PICTURES_FILE = "pictures.json"
@@ -100,6 +99,11 @@ def gpus_folder(device: str, gpus: int) -> str:
 def grid_file(operation: Operation) -> str:
     """The name of the record of a ladder's grid, in the folder of a GPU."""
     return f"{operation.named('grid')}.json"
+
+
+def lengths_file(operation: Operation) -> str:
+    """The name of the record of a ladder's steps that take lengths, in the folder of a GPU."""
+    return f"{operation.named('lengths')}.json"
 
 
 def previous_path(path: Path) -> Path:

@@ -8,7 +8,7 @@ Where few queries look at many keys, q, k and v are not copied, and FlashAttenti
 into how many parts it splits the keys.
 
 Where sequences have lengths or queries a window, the peers are FlashAttention-3 and torch's
-varlen_attn, which is FlashAttention-2. A batch is packed to varlen_attn.
+varlen_attn, which is FlashAttention-2, forward and backward. A batch is packed to varlen_attn.
 
 Backward is that of their own forward, which has run once, except where a function of o and lse can
 be called: then it is given the operation's.
@@ -45,6 +45,8 @@ SDPA = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 
+
+VARLEN_ROUTE = f"torch {torch.__version__}, FlashAttention-2"
 
 # What a peer raises where it is not installed, or refuses the device, the shape or the memory.
 REFUSALS = (ImportError, OSError, RuntimeError, AttributeError)
@@ -85,9 +87,8 @@ def load_splitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[st
 
 
 def load_with_lengths(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    operation: Operation,
+    inputs: Inputs,
     lengths: Lengths,
     *,
     causal: bool,
@@ -95,12 +96,13 @@ def load_with_lengths(
 ) -> dict[str, Peer | str]:
     """The peers for lengths and windows: ready to run, or why one is missing.
 
-    q, k and v are as Backend.launch takes them and lie [batch, sequence, heads, head_dim], where
-    the peers read them. longest: the most queries and the most keys of a sequence.
+    The inputs are as Backend.launch takes them and, but for lse, lie [batch, sequence, heads,
+    head_dim], where the peers read them. longest: the most queries and the most keys of a sequence.
     """
+    options = _WithLengths(lengths, causal, longest)
     return {
-        name: _try(partial(load, q, k, v, lengths, causal, longest))
-        for name, load in LENGTHS_LOADERS.items()
+        name: _try(partial(load, *inputs, options))
+        for name, load in LENGTHS_LOADERS[operation].items()
     }
 
 
@@ -206,17 +208,58 @@ class _FlashAttention3:
     """FlashAttention-3 from somewhere, for tensors [batch, seq, heads, head_dim].
 
     forward is a function of q, k, v and causal, which also takes num_splits, the parts into which
-    it splits the keys, 0 for its own choice; differentiable is the same for autograd. with_lengths
-    takes Lengths and the longest ones besides; with cu_seqlens, tensors are [total, heads,
-    head_dim]. backward takes the operation's inputs, causal and deterministic, and returns a
-    function that computes the gradients, and its held_bytes.
+    it splits the keys, 0 for its own choice; differentiable is the same for autograd. backward
+    takes the operation's inputs, causal and deterministic, and returns a function that computes the
+    gradients, and its held_bytes. with_lengths and backward_with_lengths take options in place of
+    causal and deterministic; with cu_seqlens, tensors are [total, heads, head_dim] and lse is
+    [heads, total].
     """
 
     forward: Attention
     with_lengths: Attention
     differentiable: Attention
     backward: Callable[..., tuple[Callable[[], tuple[torch.Tensor, ...]], int]]
+    backward_with_lengths: Callable[..., tuple[Callable[[], tuple[torch.Tensor, ...]], int]]
     route: str
+
+
+@dataclass(frozen=True)
+class _WithLengths:
+    """What a call with lengths takes beside its tensors: longest as load_with_lengths() has it."""
+
+    lengths: Lengths
+    causal: bool
+    longest: tuple[int, int]
+
+    @property
+    def packed(self) -> bool:
+        return self.lengths.cu_seqlens_q is not None
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """As flash_attn's functions have it: -1 is no limit."""
+        lengths = self.lengths
+        sides = (lengths.window_left, 0 if self.causal else lengths.window_right)
+        left, right = (-1 if side == UNLIMITED else side for side in sides)
+        return left, right
+
+    @property
+    def of_packed(self) -> dict:
+        """What flash_attn's functions take for packed sequences; nothing for a batch."""
+        if not self.packed:
+            return {}
+        return {
+            "cu_seqlens_q": self.lengths.cu_seqlens_q,
+            "cu_seqlens_k": self.lengths.cu_seqlens_k,
+            **dict(zip(("max_seqlen_q", "max_seqlen_k"), self.longest, strict=True)),
+        }
+
+    @property
+    def of_operators(self) -> dict:
+        """What FlashAttention-3's operators take, forward and backward."""
+        left, right = self.window_size
+        window = {"window_size_left": left, "window_size_right": right}
+        return {**self.of_packed, "is_causal": self.causal, **window}
 
 
 def _flash_attention_3(q, k, v, *, causal: bool) -> Peer:
@@ -238,28 +281,58 @@ def _flash_attention_3_backward(
 ) -> Peer:
     library = _find_flash_attention_3()
     q, k, v, o, dout = _sequence_first(q, k, v, o, dout)
-    gradients, held_bytes = library.backward(q, k, v, o, lse, dout, causal, deterministic)
+    options = {"causal": causal, "deterministic": deterministic}
+    gradients, held_bytes = library.backward(q, k, v, o, lse, dout, **options)
     return Peer(lambda: tuple(x.transpose(1, 2) for x in gradients()), library.route, held_bytes)
 
 
-def _flash_attention_3_with_lengths(q, k, v, lengths: Lengths, causal: bool, longest) -> Peer:
+def _flash_attention_3_with_lengths(q, k, v, options: _WithLengths) -> Peer:
     library = _find_flash_attention_3()
-    tensors = (x.transpose(1, 2) for x in (q, k, v))
-    if lengths.cu_seqlens_q is None:
-        attention = partial(library.with_lengths, *tensors, lengths, causal, longest)
-        return Peer(lambda: attention().transpose(1, 2), library.route)
-    packed = (x.squeeze(0) for x in tensors)
-    attention = partial(library.with_lengths, *packed, lengths, causal, longest)
-    return Peer(lambda: attention().transpose(0, 1).unsqueeze(0), library.route)
+    attention = partial(library.with_lengths, *_as_lengths_say(options, q, k, v), options)
+    return Peer(lambda: _as_batch(options, attention()), library.route)
 
 
-def _varlen_attn(q, k, v, lengths: Lengths, causal: bool, longest) -> Peer:
+def _flash_attention_3_backward_with_lengths(q, k, v, o, lse, dout, options: _WithLengths) -> Peer:
+    library = _find_flash_attention_3()
+    q, k, v, o, dout = _as_lengths_say(options, q, k, v, o, dout)
+    lse = lse.squeeze(0) if options.packed else lse
+    gradients, held_bytes = library.backward_with_lengths(q, k, v, o, lse, dout, options=options)
+    return Peer(
+        lambda: tuple(_as_batch(options, x) for x in gradients()), library.route, held_bytes
+    )
+
+
+def _as_lengths_say(options: _WithLengths, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """[batch, sequence, heads, head_dim] or, packed, [total, heads, head_dim]; nothing is moved."""
+    sequence_first = (x.transpose(1, 2) for x in tensors)
+    return tuple(x.squeeze(0) if options.packed else x for x in sequence_first)
+
+
+def _as_batch(options: _WithLengths, x: torch.Tensor) -> torch.Tensor:
+    """The way back."""
+    return (x.unsqueeze(0) if options.packed else x).transpose(1, 2)
+
+
+def _varlen_attn(q, k, v, options: _WithLengths) -> Peer:
+    attention = _packing_varlen_attn(q, k, options)
+    return Peer(partial(attention, q, k, v), VARLEN_ROUTE)
+
+
+def _varlen_attn_backward(q, k, v, o, lse, dout, options: _WithLengths) -> Peer:
+    attention = _packing_varlen_attn(q, k, options)
+    call, held_bytes = _gradients(attention, q, k, v, o, lse, dout)
+    return Peer(call, VARLEN_ROUTE, held_bytes)
+
+
+def _packing_varlen_attn(q, k, with_lengths: _WithLengths) -> Attention:
+    """varlen_attn of q, k and v like these."""
     from torch.nn.attention.varlen import varlen_attn  # from torch 2.10 on
 
+    lengths = with_lengths.lengths
     known = inspect.signature(varlen_attn).parameters
     options = {}  # only what is needed: older versions know less
-    if (window_size := _window_size(lengths, causal)) != (-1, -1):
-        options["window_size"] = window_size
+    if with_lengths.window_size != (-1, -1):
+        options["window_size"] = with_lengths.window_size
     if lengths.seqused_k is not None:
         options["seqused_k"] = lengths.seqused_k
     if unknown := options.keys() - known:
@@ -268,33 +341,16 @@ def _varlen_attn(q, k, v, lengths: Lengths, causal: bool, longest) -> Peer:
         options["enable_gqa"] = q.shape[1] != k.shape[1]
     batch = q.shape[0]
     starts = [lengths.cu_seqlens_q, lengths.cu_seqlens_k]
-    if lengths.cu_seqlens_q is None:
+    if not with_lengths.packed:
         each = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
         starts = [each * x.shape[2] for x in (q, k)]
-    rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    attention = partial(varlen_attn, *rows, *starts, *longest, **options)
-    return Peer(
-        lambda: attention().unflatten(0, (batch, -1)).transpose(1, 2),
-        f"torch {torch.__version__}, FlashAttention-2",
-    )
 
+    def attention(q, k, v) -> torch.Tensor:
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        o = varlen_attn(*rows, *starts, *with_lengths.longest, **options)
+        return o.unflatten(0, (batch, -1)).transpose(1, 2)
 
-def _window_size(lengths: Lengths, causal: bool) -> tuple[int, int]:
-    """As flash_attn's functions have it: -1 is no limit."""
-    sides = (lengths.window_left, 0 if causal else lengths.window_right)
-    left, right = (-1 if side == UNLIMITED else side for side in sides)
-    return left, right
-
-
-def _packed_options(lengths: Lengths, longest: tuple[int, int]) -> dict:
-    """What flash_attn's functions take for packed sequences; nothing for a batch."""
-    if lengths.cu_seqlens_q is None:
-        return {}
-    return {
-        "cu_seqlens_q": lengths.cu_seqlens_q,
-        "cu_seqlens_k": lengths.cu_seqlens_k,
-        **dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True)),
-    }
+    return attention
 
 
 def _sequence_first(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -317,24 +373,36 @@ def _find_flash_attention_3() -> _FlashAttention3:
             result = flash_attn_interface.flash_attn_func(q, k, v, causal=causal, **options)
             return result[0] if isinstance(result, tuple) else result  # older ones return lse, too
 
-        def with_lengths(q, k, v, lengths: Lengths, causal: bool, longest) -> torch.Tensor:
-            options = {"causal": causal, "window_size": _window_size(lengths, causal)}
-            if lengths.cu_seqlens_q is not None:
+        def with_lengths(q, k, v, options: _WithLengths) -> torch.Tensor:
+            given = {"causal": options.causal, "window_size": options.window_size}
+            seqused_k = options.lengths.seqused_k
+            if options.packed:
                 attention = flash_attn_interface.flash_attn_varlen_func
-                options |= {"seqused_k": lengths.seqused_k, **_packed_options(lengths, longest)}
-            elif lengths.seqused_k is not None:
+                given |= {"seqused_k": seqused_k, **options.of_packed}
+            elif seqused_k is not None:
                 attention = flash_attn_interface.flash_attn_with_kvcache
-                options["cache_seqlens"] = lengths.seqused_k
+                given["cache_seqlens"] = seqused_k
             else:
                 attention = flash_attn_interface.flash_attn_func
-            result = attention(q, k, v, **options)
+            result = attention(q, k, v, **given)
             return result[0] if isinstance(result, tuple) else result
 
         def backward(q, k, v, o, lse, dout, causal: bool, deterministic: bool):
             attention = partial(forward, causal=causal, deterministic=deterministic)
             return _gradients(attention, q, k, v, o, lse, dout)
 
-        return _FlashAttention3(forward, with_lengths, forward, backward, "flash_attn_interface")
+        def backward_with_lengths(q, k, v, o, lse, dout, *, options: _WithLengths):
+            attention = partial(with_lengths, options=options)
+            return _gradients(attention, q, k, v, o, lse, dout)
+
+        return _FlashAttention3(
+            forward,
+            with_lengths,
+            forward,
+            backward,
+            backward_with_lengths,
+            "flash_attn_interface",
+        )
     try:
         import xformers
         import xformers.flash_attn_3._C  # registers the operators
@@ -350,31 +418,29 @@ def _registered_ops(route: str) -> _FlashAttention3:
     def forward(q, k, v, causal: bool, **options) -> torch.Tensor:
         return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal, **options)[0]
 
-    def with_lengths(q, k, v, lengths: Lengths, causal: bool, longest) -> torch.Tensor:
-        left, right = _window_size(lengths, causal)
-        return torch.ops.flash_attn_3.fwd(
-            q,
-            k,
-            v,
-            **_packed_options(lengths, longest),
-            seqused_k=lengths.seqused_k,
-            is_causal=causal,
-            window_size_left=left,
-            window_size_right=right,
-        )[0]
+    def with_lengths(q, k, v, options: _WithLengths) -> torch.Tensor:
+        seqused_k = options.lengths.seqused_k
+        fwd = torch.ops.flash_attn_3.fwd
+        return fwd(q, k, v, seqused_k=seqused_k, **options.of_operators)[0]
 
-    def backward(*inputs_and_options):
-        return partial(_registered_gradients, *inputs_and_options), 0
+    def backward(*inputs, causal: bool, deterministic: bool):
+        options = {"is_causal": causal, "deterministic": deterministic}
+        return partial(_registered_gradients, *inputs, **options), 0
 
-    return _FlashAttention3(forward, with_lengths, _RegisteredOps.apply, backward, route)
+    def backward_with_lengths(*inputs, options: _WithLengths):
+        return partial(_registered_gradients, *inputs, **options.of_operators), 0
+
+    return _FlashAttention3(
+        forward, with_lengths, _RegisteredOps.apply, backward, backward_with_lengths, route
+    )
 
 
 def _registered_gradients(
-    q, k, v, o, lse, dout, causal: bool, deterministic: bool = False
+    q, k, v, o, lse, dout, *, is_causal: bool, deterministic: bool = False, **lengths
 ) -> tuple[torch.Tensor, ...]:
+    options = {"is_causal": is_causal, "deterministic": deterministic, **lengths}
     # Given, as versions differ in whether they return them.
     dq, dk, dv = outputs = tuple(torch.empty_like(x) for x in (q, k, v))
-    options = {"is_causal": causal, "deterministic": deterministic}
     torch.ops.flash_attn_3.bwd(dout, q, k, v, o, lse, dq=dq, dk=dk, dv=dv, **options)
     return outputs
 
@@ -391,7 +457,7 @@ class _RegisteredOps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        return *_registered_gradients(*ctx.saved_tensors, dout, ctx.causal), None
+        return *_registered_gradients(*ctx.saved_tensors, dout, is_causal=ctx.causal), None
 
 
 # What loads each peer, by operation and name, from the operation's inputs.
@@ -411,5 +477,11 @@ SPLITTING_LOADERS = {
     "sdpa_cudnn": partial(_sdpa, SDPA["sdpa_cudnn"], causal=False),
     FA3: _flash_attention_3_splitting,
 }
-# And those for lengths and windows.
-LENGTHS_LOADERS = {FA3: _flash_attention_3_with_lengths, "varlen_attn": _varlen_attn}
+# And those for lengths and windows, by operation.
+LENGTHS_LOADERS = {
+    FORWARD: {FA3: _flash_attention_3_with_lengths, "varlen_attn": _varlen_attn},
+    BACKWARD: {
+        FA3: _flash_attention_3_backward_with_lengths,
+        "varlen_attn": _varlen_attn_backward,
+    },
+}

@@ -22,6 +22,7 @@
     decode.d128_b8_h32_kv8_q1_8192.v13.time_ms    of a cell of these
     lengths.packed_mean                  of derived.LENGTHS_FIGURES, of packed sequences and windows
     lengths.d128_h16_ragged.v14.tflops   of a cell of these
+    lengths_backward.mean                likewise, of their gradients
     sharded_x2.h16_causal_131072.forward.ring.time_ms    of attention over two GPUs; likewise
                                                          ...ring.communication.hidden and, of
                                                          derived.ring_ratios, ...ring.of_ideal
@@ -42,7 +43,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS
-from ..problem import DECODE, DISTRIBUTIONS, LENGTHS, SHARDED
+from ..problem import DECODE, DISTRIBUTIONS, LENGTHS, LENGTHS_BACKWARD, SHARDED
 from ..record_schema import RING, SHARES, WORKLOADS
 from .derived import (
     DECODE_FIGURES,
@@ -85,6 +86,9 @@ _COMPARED = {
         DECODE_FIGURES, decode_figures, DECODE, "d128_b8_h32_kv8_q1_8192.v13.time_ms"
     ),
     "lengths": _Compared(LENGTHS_FIGURES, lengths_figures, LENGTHS, "d128_h16_ragged.v14.tflops"),
+    "lengths_backward": _Compared(
+        LENGTHS_FIGURES, lengths_figures, LENGTHS_BACKWARD, "d128_h16_ragged.b11.tflops"
+    ),
 }
 
 
@@ -206,10 +210,9 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
         return _training_number(record_set.training, keys, text)
     if name == "training_speed":
         return _speed_number(record_set.training_speed, keys, text)
-    if name == "decode":
-        return _compared_number(name, record_set.decode, keys, text)
-    if name == "lengths":
-        return _compared_number(name, record_set.lengths, keys, text)
+    if name in _COMPARED:
+        whole = record_set.decode if name == "decode" else record_set.lengths.get(name)
+        return _compared_number(name, whole, keys, text)
     if several := _SHARDED.fullmatch(name):
         return _sharded_number(record_set.sharded.get(int(several[1])), keys, text)
     sources, recorded, derive = record_set.steps, record_set.measured, derived

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..operation import FORWARD
+from ..operation import FORWARD, Operation
 from ..text import listed
 from . import rows
-from .captions import inputs, missing, rounds, routes, skipped, states_of, summary
+from .captions import flops, inputs, missing, rounds, routes, skipped, states_of, summary
 from .columns import Cell, bold_from_one, shown, table_of
 from .derived import by_group, fastest_peer, lengths_ratios, padded_ratios
 from .record_set import NOT_MEASURED, STALE, RecordSet
@@ -16,18 +16,18 @@ from .rows import Row
 _GROUPS = {"packed": "packed", "windows": "with windows", "caches": "on caches"}
 
 
-def lengths(record_set: RecordSet) -> str:
+def lengths(record_set: RecordSet, operation: Operation = FORWARD) -> str:
     """One row per kind of sequences and mask: TFLOP/s of the step and of the fastest peer."""
-    found = rows.lengths(record_set)
-    if not found:
-        return STALE if record_set.lengths else NOT_MEASURED
-    assert record_set.lengths is not None
+    whole = record_set.lengths.get(operation.named("lengths"))
+    if whole is None or whole.stale:
+        return STALE if whole else NOT_MEASURED
+    found = rows.lengths(record_set, operation)
     columns = {
         "Sequences": shown("title"),
         "Mask": _mask,
         **{f">{heads}": _rates(heads) for heads in found[0]["by_heads"]},
     }
-    return f"{table_of(columns, found)}\n\n{_conditions(record_set.lengths.record)}"
+    return f"{table_of(columns, found)}\n\n{_conditions(whole.record, operation)}"
 
 
 def _mask(row: Row) -> str:
@@ -54,7 +54,7 @@ def _rates(heads: str) -> Cell:
     return cell
 
 
-def _conditions(record: dict) -> str:
+def _conditions(record: dict, operation: Operation) -> str:
     step, *_, padding = record["sources"]
     cells, ratios = record["cells"], lengths_ratios(record)
     groups = "".join(
@@ -65,18 +65,19 @@ def _conditions(record: dict) -> str:
     peers = Counter(filter(None, (fastest_peer(cell, record["sources"]) for cell in cells)))
     told = [f"{name} in {count}" for name, count in peers.most_common()]
     fastest = f"{listed(told)} cells" if told else "missing"
+    read = listed(operand.name for operand in operation.inputs if operand.strided)
     padded, equal = (summary(padded_ratios(record, equal=equal)) for equal in (False, True))
     return (
         f"TFLOP/s of {step} / of the fastest peer, and its speed over that one's, in bold where it "
         "is no slower. FLOPs are those of the pairs of a query and a key that it sees, whoever "
-        f"computes more. {step} over the fastest peer: {summary(ratios)}{groups}. That is "
-        f"{fastest}. {step} over {padding} of a batch of the packed sequences, padded to the "
-        f"longest, where a causal mask hides the padding: {padded}; where all are of equal length, "
-        f"and there is no padding: {equal}. Sequences: how many of how many tokens, packed one "
-        "after another unless they are a batch. Mask: causal, and how many keys before and after "
-        f"its own a query sees at most. {record['device']}, {record['dtype']}; {inputs(FORWARD)}. "
-        "All read q, k and v where they lie: [tokens, heads, head_dim], of a batch [batch, "
-        f"sequence, heads, head_dim]. Peers: {routes(cells)}. Median of {rounds(cells)}, L2 "
-        "flushed before each call; whoever is much slower than the fastest is timed apart. "
-        f"{missing(cells)}{skipped(record['skipped'])}{states_of(cells)}"
+        f"computes more. {flops(operation)}{step} over the fastest peer: {summary(ratios)}{groups}"
+        f". That is {fastest}. {step} over {padding} of a batch of the packed sequences, padded to "
+        f"the longest, where a causal mask hides the padding: {padded}; where all are of equal "
+        f"length, and there is no padding: {equal}. Sequences: how many of how many tokens, packed "
+        "one after another unless they are a batch. Mask: causal, and how many keys before and "
+        f"after its own a query sees at most. {record['device']}, {record['dtype']}; "
+        f"{inputs(operation)}. All read {read} where they lie: [tokens, heads, head_dim], of a "
+        f"batch [batch, sequence, heads, head_dim]. Peers: {routes(cells)}. Median of "
+        f"{rounds(cells)}, L2 flushed before each call; whoever is much slower than the fastest is "
+        f"timed apart. {missing(cells)}{skipped(record['skipped'])}{states_of(cells)}"
     )

@@ -5,15 +5,16 @@ Generated text stands between HTML comments, which render invisibly:
     <!-- table: results -->…<!-- end -->          or memory, peers, grid, sass, banks: those of the
                                                   forward ladder
     <!-- table: results b -->…<!-- end -->        any of these, of the ladder with this letter
-    <!-- table: latency -->…<!-- end -->          or decoding, decode, lengths, pictures,
-                                                  distributions, training_speed, sharded,
+    <!-- table: latency -->…<!-- end -->          or decoding, decode, lengths, lengths_backward,
+                                                  pictures, distributions, training_speed, sharded,
                                                   sharded_model: the last two of the records of
                                                   several such GPUs
     <!-- table: counters v04 -->…<!-- end -->     or resources, experiments: those of a step
     <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers and grid of any ladder,
                                                   distributions, latency, decode, lengths,
-                                                  training_speed, sharded and sharded_model, of the
-                                                  records in profiles/h100, which need not be there
+                                                  lengths_backward, training_speed, sharded and
+                                                  sharded_model, of the records in profiles/h100,
+                                                  which need not be there
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
 They show the H200's records and the static ones unless told. In the results table those of any
@@ -25,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..catalog import require_well_formed
@@ -241,7 +243,10 @@ GPU_TABLES = {
     "latency": tables.latency,
     "decoding": tables.decoding,
     "decode": decode_table.decode,
-    "lengths": lengths_table.lengths,
+    **{
+        operation.named("lengths"): partial(lengths_table.lengths, operation=operation)
+        for operation in OPERATIONS.values()
+    },
     "pictures": tables.pictures,
     "training_speed": tables.training_speed,
     "sharded": sharded_tables.sharded,

@@ -32,7 +32,6 @@ from ..records import (
     DECODE_FILE,
     DISTRIBUTIONS_FILE,
     LATENCY_FILE,
-    LENGTHS_FILE,
     PICTURES_FILE,
     SHARDED_FILE,
     STATIC,
@@ -41,6 +40,7 @@ from ..records import (
     grid_file,
     host_hashes,
     is_stale,
+    lengths_file,
     model_hashes,
     picture_hashes,
     previous_path,
@@ -134,7 +134,7 @@ class RecordSet:
     timelines: Recorded
     cells: dict[str, Cells]  # "grid" and "grid_backward", of shapes; "distributions", of the inputs
     decode: Whole | None  # of few queries on many keys
-    lengths: Whole | None  # of packed sequences, windows and caches
+    lengths: dict[str, Whole]  # "lengths" and "lengths_backward", of packed sequences and windows
     latency: Whole | None  # of small calls
     pictures: Whole | None
     training: Whole | None
@@ -183,6 +183,12 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
         operation.named("grid"): _load_cells(folder / grid_file(operation), GRID_RECORD, steps)
         for operation in OPERATIONS.values()
     }
+    lengths = {
+        operation.named("lengths"): _load_whole(
+            folder / lengths_file(operation), LENGTHS_RECORD, steps
+        )
+        for operation in OPERATIONS.values()
+    }
     repairs = _patches(root / "common" / "bench" / "repairs")
     cells["distributions"] = _load_distributions(folder, steps, repairs)
     return RecordSet(
@@ -198,7 +204,7 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
         ),
         cells={name: record for name, record in cells.items() if record},
         decode=_load_whole(folder / DECODE_FILE, DECODE_RECORD, steps),
-        lengths=_load_whole(folder / LENGTHS_FILE, LENGTHS_RECORD, steps),
+        lengths={name: record for name, record in lengths.items() if record},
         latency=_load_whole(folder / LATENCY_FILE, LATENCY_RECORD, steps, host=host_hashes()),
         pictures=_load_whole(
             folder / PICTURES_FILE, PICTURES_RECORD, steps, made_by=picture_hashes()

@@ -10,7 +10,7 @@ from itertools import chain, compress
 from typing import Any
 
 from ..metrics import num_conflicts, smem_bytes, spill_bytes
-from ..operation import OPERATIONS, operation_of
+from ..operation import FORWARD, OPERATIONS, Operation, operation_of
 from ..problem import SHARDED
 from ..quiet import quiet_turns
 from ..record_schema import CACHES, FA3, NAIVE, NUMBER, RING, SHARES
@@ -297,15 +297,16 @@ def decode(record_set: RecordSet) -> list[Row]:
     return found
 
 
-def lengths(record_set: RecordSet) -> list[Row]:
+def lengths(record_set: RecordSet, operation: Operation = FORWARD) -> list[Row]:
     """A row for each kind of sequences and mask: the newest step's TFLOP/s and the fastest peer's.
 
     by_heads has step, peer, name and ratio for each head_dim and numbers of heads; None where the
     cell is missing, peer, name and ratio where no peer was measured.
     """
-    if record_set.lengths is None or record_set.lengths.stale:
+    whole = record_set.lengths.get(operation.named("lengths"))
+    if whole is None or whole.stale:
         return []
-    record = record_set.lengths.record
+    record = whole.record
     newest, ratios = next(iter(record["sources"])), lengths_ratios(record)
     columns = dict.fromkeys(map(_heads_of, record["cells"]))
     found: dict[tuple, Row] = {}

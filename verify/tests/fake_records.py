@@ -6,7 +6,16 @@ from dataclasses import asdict
 
 from common.catalog import all_steps
 from common.operation import BACKWARD, FORWARD, Operation
-from common.problem import DECODE, DISTRIBUTIONS, LENGTHS, SHARDED, TRAINED, Sequences, Shape
+from common.problem import (
+    DECODE,
+    DISTRIBUTIONS,
+    LENGTHS,
+    LENGTHS_BACKWARD,
+    SHARDED,
+    TRAINED,
+    Sequences,
+    Shape,
+)
 from common.record_schema import CACHES, SDPA, SHARDED_ATTENTIONS
 from common.records import SCHEMA, host_hashes, model_hashes, picture_hashes, sharded_hashes
 from common.step import Step
@@ -209,10 +218,12 @@ def fake_lengths(step: Step, padding: Step) -> dict:
     and 0.8 on caches, where the other one, which takes 4, is missing.
 
     Of padded sequences the other step takes 3 ms, and 1.25 where lengths are equal; with a very
-    long one it is missing.
+    long one it is missing. The cells are those of the step's operation.
     """
     state = fake_record(step)["environment"]["before"]
-    too_large = "d256_h8_one_long"
+    operation = step.operation
+    cells = LENGTHS if operation == FORWARD else LENGTHS_BACKWARD
+    too_large = [name for name in cells if name.endswith("_one_long")][-1]
     peer_ms = {"packed": 2.0, "windows": 1.5, "caches": 0.8}
 
     def cell(name: str, sequences: Sequences) -> dict:
@@ -222,7 +233,7 @@ def fake_lengths(step: Step, padding: Step) -> dict:
                 "time_p25_ms": time_ms * 0.99,
                 "time_p75_ms": time_ms * 1.01,
                 "samples_ms": [time_ms] * 3,
-                "tflops": sequences.flops / time_ms / 1e9,
+                "tflops": sequences.flops(operation.products) / time_ms / 1e9,
                 "difference": 0.002,
             }
 
@@ -254,7 +265,7 @@ def fake_lengths(step: Step, padding: Step) -> dict:
         "dtype": "bf16",
         "sources": {each.name: {"code_sha256": each.code_sha256} for each in (step, padding)},
         "skipped": {too_large: "out of memory"},
-        "cells": [cell(name, each) for name, each in LENGTHS.items() if name != too_large],
+        "cells": [cell(name, each) for name, each in cells.items() if name != too_large],
     }
 
 
