@@ -205,15 +205,21 @@ __constant__ BackwardDescriptor launch_descriptor = {
 };
 }
 
+__device__ Element zeros[BLOCK_N][PANEL];  // as many rows as the largest tile has
+
 // Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros from row `end` on. The tensor
 // has `rows` rows. Called by one thread.
 template <int ROWS>
 __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int rows, int row, int end,
                           int head, int batch, Mbarrier& full) {
 #pragma unroll
-    for (int panel = 0; panel < PANELS; ++panel)
-        cp_async_bulk_tensor_5d_load(tile[panel][0], map, PANEL * panel, rows - end + row, head,
-                                     batch, end, full);
+    for (int panel = 0; panel < PANELS; ++panel) {
+        if (row < end)
+            cp_async_bulk_tensor_5d_load(tile[panel][0], map, PANEL * panel, rows - end + row, head,
+                                         batch, end, full);
+        else  // no box may begin behind the end
+            cp_async_bulk_load(tile[panel], zeros, sizeof(tile[panel]), full);
+    }
 }
 
 // Describes what lies so many elements further on: the lowest bits are the address, in units of 16

@@ -8,6 +8,7 @@
 //     what is visible, less the parts of tiles at the ends of sequences and windows
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "attention_lengths.cuh"
+#include "bulk.cuh"
 #include "dependent_launch.cuh"
 #include "mma.cuh"
 #include "ragged.cuh"
@@ -263,6 +264,8 @@ __device__ void wait_for(Mbarrier& barrier, int phase) {
     }
 }
 
+__device__ Element zeros[BLOCK_M > BLOCK_N ? BLOCK_M : BLOCK_N][PANEL];
+
 // Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros from row `end` on, and
 // announces its bytes to the barrier. The tensor has `rows` rows. Called by one thread.
 template <int ROWS>
@@ -270,9 +273,13 @@ __device__ void load_tile(Element (*tile)[ROWS][PANEL], const TensorMap& map, in
                           int end, int head, int batch, Mbarrier& full) {
     mbarrier_arrive_expect_tx(full, PANELS * sizeof(tile[0]));
 #pragma unroll
-    for (int panel = 0; panel < PANELS; ++panel)
-        cp_async_bulk_tensor_5d_load(tile[panel][0], map, PANEL * panel, rows - end + row, head,
-                                     batch, end, full);
+    for (int panel = 0; panel < PANELS; ++panel) {
+        if (row < end)
+            cp_async_bulk_tensor_5d_load(tile[panel][0], map, PANEL * panel, rows - end + row, head,
+                                         batch, end, full);
+        else  // no box may begin behind the end
+            cp_async_bulk_load(tile[panel], zeros, sizeof(tile[panel]), full);
+    }
 }
 
 // Describes the columns d ... d + 15 of a tile, its rows from `row` on: Q or K.

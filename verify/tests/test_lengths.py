@@ -4,10 +4,11 @@ and their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from common import operator as op
 from common.catalog import all_steps, find_step
 from common.lengths import UNLIMITED, Lengths
 from common.operation import BACKWARD, FORWARD
+from common.runtime import driver
 from common.runtime.cpu import CpuBackend
 from common.runtime.launch import LaunchDescriptor
 
@@ -1084,6 +1086,53 @@ def test_a_plain_call_does_not_go_through_the_dispatcher_twice(monkeypatch) -> N
     forward_lengths = op.forward_lengths
     monkeypatch.setattr(op, "forward_lengths", None)  # its redispatch
     assert torch.equal(forward_lengths(*arguments)[0], expected)
+
+
+@pytest.fixture
+def map_alone() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Copies a tensor to the first bytes of mapped memory: at those before them a GPU stops."""
+    cuda, ranges = driver.bindings(), []
+    torch.zeros((), device="cuda")  # makes the context
+    placed = cuda.CUmemAllocationProp()
+    placed.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    placed.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    placed.location.id = torch.cuda.current_device()
+    access = cuda.CUmemAccessDesc()
+    access.location = placed.location
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    least = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    page = driver.call("cuMemGetAllocationGranularity", placed, least)
+
+    def copy(t: torch.Tensor) -> torch.Tensor:
+        pages = -(-t.nbytes // page) * page
+        start = int(driver.call("cuMemAddressReserve", 2 * pages, 0, 0, 0))
+        memory = driver.call("cuMemCreate", pages, placed, 0)
+        driver.call("cuMemMap", start + pages, pages, 0, memory, 0)
+        driver.call("cuMemSetAccess", start + pages, pages, [access], 1)
+        ranges.append((start, pages, memory))
+        of_bytes = {"shape": (t.nbytes,), "typestr": "|u1", "data": (start + pages, False)}
+        array = SimpleNamespace(__cuda_array_interface__=of_bytes | {"version": 3})
+        return torch.as_tensor(array, device="cuda").view(t.dtype).view(t.shape).copy_(t)
+
+    yield copy
+    torch.cuda.synchronize()
+    for start, pages, memory in ranges:
+        driver.call("cuMemUnmap", start + pages, pages)
+        driver.call("cuMemRelease", memory)
+        driver.call("cuMemAddressFree", start, 2 * pages)
+
+
+@pytest.mark.gpu
+def test_nothing_need_be_mapped_before_a_tensor(map_alone) -> None:
+    """Tensor maps of such steps begin there, and a load that is wholly outside would read it."""
+    inputs = differentiable(packed("cuda"))
+    dout = normal(45, 4, 64, device="cuda", seed=3)
+    window = partial(attention_varlen, window=(30, 4))
+    expected = window(**inputs), *differentiate(window, inputs, dout)
+    alone = inputs | {name: map_alone(inputs[name].detach()).requires_grad_() for name in "qkv"}
+    found = window(**alone), *differentiate(window, alone, map_alone(dout))
+    assert torch.equal(found[0], expected[0])
+    assert_equal_but_for_order(found[1:], expected[1:])
 
 
 @pytest.mark.gpu

@@ -107,11 +107,12 @@ def test_copies_end_where_they_are_told(make_backend, layouts, rows):
         assert (index[2][inside] >= 0).all(), "a row before the tensor"
         of_box = tuple(i[inside] for i in index)
         expected = np.zeros((ROWS, COLUMNS), np.int16)
-        expected[inside] = elements[of_box]
+        if inside[0, 0]:  # otherwise it must not be loaded
+            expected[inside] = elements[of_box]
         np.testing.assert_array_equal(in_shared[at], expected, f"box {box} at {place}")
         counts.append(inside.sum())
         if place.min() >= 0:
-            expected_o[of_box] = elements[of_box] | 1 + box % 3 << 13
+            expected_o[of_box] = expected[inside] | 1 + box % 3 << 13
     np.testing.assert_array_equal(integers(o), expected_o)
     expected_storage, view = layout_of_o(shape, dtype=BF16, device="cpu")
     expected_storage.view(torch.int16).fill_(-1)
@@ -169,6 +170,13 @@ FAULTS = [
         "store before end",
         "cp_async_bulk_tensor_5d_store(p.o_map, 0, 20, 0, 0, -1, smem.tiles[0]);",
         "store before the tensor .*: cp_async_bulk_tensor_5d_store @ .*, batch 0, end -1",
+    ),
+    # It gives zeros, but reads where the map begins.
+    Fault(
+        "load from a sequence's end on",
+        "cp_async_bulk_tensor_5d_load(smem.tiles[1], p.q_map, 0, 20, 0, 0, 7, smem.full);",
+        "load from outside of the map .*: cp_async_bulk_tensor_5d_load @ begins at d 0, row 20, "
+        "head 0, batch 0, end 7, outside of the map: then a GPU reads the map's first address",
     ),
     # The map has them: a GPU copies whatever is there.
     Fault(

@@ -3,8 +3,12 @@
 // box's rows (x) and the fifth one (end) step from row to row, and the map begins `rows` rows
 // before the tensor: element (d, x, head, batch, end) is the tensor's in row x + end - rows. A box
 // that begins in row r of a sequence that ends before row `end` has x = r + rows - end, and what
-// reaches x = rows is outside: loads give zeros, stores leave it out. The host makes such maps for
-// the steps that take lengths. common/runtime/simt/ragged.cuh is the twin for the host compiler.
+// reaches x = rows is outside: loads give zeros, stores leave it out.
+//
+// The first row of a load must not be outside: such a load gives zeros, too, but it reads the map's
+// first address as well, at which an H100 stops with an illegal address where no memory is mapped.
+// Stores do not mind. The host makes such maps for the steps that take lengths.
+// common/runtime/simt/ragged.cuh is the twin for the host compiler.
 #pragma once
 #include "tma.cuh"
 

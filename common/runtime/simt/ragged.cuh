@@ -1,5 +1,5 @@
 // Boxes of a tensor whose rows end where the copy says, for the host compiler: the twin of
-// common/runtime/device/ragged.cuh.
+// common/runtime/device/ragged.cuh. A load that begins outside of the map is reported.
 #pragma once
 #include "tma.cuh"
 

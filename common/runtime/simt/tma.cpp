@@ -86,6 +86,14 @@ TensorBox tensor_box(const TensorMap& tensor_map, const BoxStart& first, const v
         if (first.axes == MAX_AXES) report.add(", end %d", fifth);
         report.fail();
     }
+    // A GPU fills the box with zeros, but it also reads where the map begins.
+    const int64_t corner[] = {d, row, head, batch, fifth};
+    if (!stored && box.map.begin < 0 && !element_address(box.map, corner)) {
+        operation_fault("load from outside of the map", operation)
+            .add(" begins at d %d, row %d, head %d, batch %d, end %d, ", d, row, head, batch, fifth)
+            .add("outside of the map: then a GPU reads the map's first address, before the tensor")
+            .fail();
+    }
     // The layout of rows shorter than the swizzle is not documented.
     const size_t span = box.map.swizzle ? 16 << box.map.swizzle : 16;
     const size_t row_bytes = box.map.box_columns * box.map.element_bytes;
