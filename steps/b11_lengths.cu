@@ -205,7 +205,7 @@ __constant__ BackwardDescriptor launch_descriptor = {
 };
 }
 
-__device__ Element zeros[BLOCK_N][PANEL];  // as many rows as the largest tile has
+alignas(16) __device__ uint16_t zeros[BLOCK_N][PANEL];  // as many rows as the largest tile has
 
 // Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros from row `end` on. The tensor
 // has `rows` rows. Called by one thread.

@@ -264,7 +264,7 @@ __device__ void wait_for(Mbarrier& barrier, int phase) {
     }
 }
 
-__device__ Element zeros[BLOCK_M > BLOCK_N ? BLOCK_M : BLOCK_N][PANEL];
+alignas(16) __device__ uint16_t zeros[BLOCK_M > BLOCK_N ? BLOCK_M : BLOCK_N][PANEL];
 
 // Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros from row `end` on, and
 // announces its bytes to the barrier. The tensor has `rows` rows. Called by one thread.
