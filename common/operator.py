@@ -33,7 +33,7 @@ from .runtime.backend import (
     specialization,
 )
 from .runtime.launch import check_alignment, strides
-from .step import Step, are_few
+from .step import LARGE_HEAD_DIM, Step, are_few
 from .validation import (
     COPIED,
     is_packed,
@@ -763,10 +763,13 @@ def highest_step(
     refusals: dict[str, str] = {}
     q, *others = inputs
     few = bool(others) and are_few(q.shape[2], q.shape[1], others[0].shape[1])
+    is_large = q.shape[3] > LARGE_HEAD_DIM
     for step in reversed(_steps_of(operation)):
         if step.takes_lengths != with_lengths:
             continue
         if step.draft or step.only_deterministic > deterministic or step.only_few_queries > few:
+            continue
+        if step.only_large_head_dim > is_large:
             continue
         reason = (_disorder(step) if deterministic else None) or _refusal(
             backend, step, inputs, causal, as_they_lie

@@ -28,7 +28,8 @@ _LIMITS = re.compile(
 )
 
 _TAKEN = re.compile(
-    r"only (?P<condition>with deterministic=True|for few queries|for lengths and windows); \S"
+    r"only (?P<condition>with deterministic=True|for few queries|for lengths and windows"
+    r"|for large head_dim); \S"
 )
 _REPEATS = re.compile(r"all bits but (?P<outputs>\w+(?:'s, \w+)*)'s; \S")
 _REPEATS_ON_ONE_GPU = re.compile(r"all bits on as many multiprocessors; \S")
@@ -37,7 +38,8 @@ _PARTS = re.compile(
     r"(?P<begin>\w+) and (?P<finish>\w+)"
 )
 
-HEAD_DIMS = range(8, 257, 8)  # those that the cases of verify/ cover: a step can promise no others
+HEAD_DIMS = range(8, 1025, 8)  # those that the cases of verify/ cover: a step can promise no others
+LARGE_HEAD_DIM = 256  # a larger head_dim is large
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Step:
     draft: str | None  # why attention() does not take the step yet
     only_deterministic: bool  # attention() takes the step only where all bits must repeat
     only_few_queries: bool  # attention() takes the step only where queries are_few()
+    only_large_head_dim: bool  # attention() takes the step only for head_dim above LARGE_HEAD_DIM
     takes_lengths: bool  # its kernels take Lengths; attention() takes it only where they are given
     unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
     by_multiprocessors: bool  # the last bits differ from one number of multiprocessors to another
@@ -114,9 +117,9 @@ class Step:
 
     def is_candidate(self, deterministic: bool = False) -> bool:
         """Whether attention() takes the step, unless a higher one runs, without being told to,
-        however many queries there are, and without lengths or a window.
+        however many queries there are, without lengths or a window, and with no large head_dim.
         """
-        if self.draft or self.only_few_queries or self.takes_lengths:
+        if self.draft or self.only_few_queries or self.only_large_head_dim or self.takes_lengths:
             return False
         return not (self.unordered if deterministic else self.only_deterministic)
 
@@ -135,8 +138,8 @@ def are_few(seq_q: int, heads: int, kv_heads: int) -> bool:
 def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
     """The step of the same ladder that this one changes: the highest below it, of these.
 
-    Those that attention() takes only for deterministic=True, only for few queries, or only for
-    lengths and windows, are passed over: nothing builds on them.
+    Those that attention() takes only for deterministic=True, only for few queries, only for large
+    head_dim, or only for lengths and windows, are passed over: nothing builds on them.
     """
     ladder = [each for each in steps if each.operation == step.operation]
     below = [
@@ -144,6 +147,7 @@ def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
         for each in ladder
         if each.name < step.name
         and not (each.only_deterministic or each.only_few_queries or each.takes_lengths)
+        and not each.only_large_head_dim
     ]
     return max(below, key=lambda each: each.name, default=None)
 
@@ -151,9 +155,9 @@ def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
 def read_step(path: Path) -> Step:
     """Parses the header comment of a step's file: title line, change:, why:, limits:; draft:
     where attention() is not to take it yet; taken: where it is to take it only if asked for the
-    same bits each time, only for few queries, or only for lengths and windows; repeats: where a
-    repeated call may give other bits, or another GPU; and parts: where its kernels can be launched
-    for one part of the keys after another.
+    same bits each time, only for few queries, only for large head_dim, or only for lengths and
+    windows; repeats: where a repeated call may give other bits, or another GPU; and parts: where
+    its kernels can be launched for one part of the keys after another.
 
     Raises UsageError where the file cannot be read or says something else.
     """
@@ -198,6 +202,7 @@ def read_step(path: Path) -> Step:
         draft=fields.get("draft"),
         only_deterministic=taken == "with deterministic=True",
         only_few_queries=taken == "for few queries",
+        only_large_head_dim=taken == "for large head_dim",
         takes_lengths=taken == "for lengths and windows",
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
         by_multiprocessors=_REPEATS_ON_ONE_GPU.match(fields.get("repeats", "")) is not None,
@@ -215,7 +220,8 @@ def _parse_taken(path: Path, name: str, text: str | None) -> str | None:
         return found["condition"]
     raise UsageError(
         f'{path}: \'taken:\' must read like "only with deterministic=True; why", "only for '
-        f'lengths and windows; why" or, of a forward step, "only for few queries; why", '
+        f'lengths and windows; why", "only for large head_dim; why" or, of a forward step, "only '
+        f'for few queries; why", '
         f"not '{text}'"
     )
 

@@ -55,16 +55,18 @@ LEAST_ROUNDS, MOST_ROUNDS = 5, 20
 def measure_decode(step: Step | None = None) -> Path:
     """Measures all cells and writes their record; returns its path.
 
-    Of the step that is given, or else of the newest one that is not for lengths, beside the step
-    before it. A run that is interrupted leaves what it has measured in build/, where the next of
-    the same code on such a GPU goes on with it. Raises UsageError where the step cannot run, or
-    where it is wrong.
+    Of the step that is given, or else of the newest one that attention() takes for such shapes,
+    beside the step before it. A run that is interrupted leaves what it has measured in build/,
+    where the next of the same code on such a GPU goes on with it. Raises UsageError where the step
+    cannot run, or where it is wrong.
     """
     backend = GpuBackend()
     step = (
         step
         or [
-            each for each in steps_to_run() if each.operation == FORWARD and not each.takes_lengths
+            each
+            for each in steps_to_run()
+            if each.operation == FORWARD and (each.is_candidate() or each.only_few_queries)
         ][-1]
     )
     steps = [each for each in (step, step_before(step)) if each]

@@ -14,6 +14,8 @@
     grid.d64_causal_4096.v07.error       the largest error of its o, or of the operation's first
                                          output; in distributions likewise
     distributions.d64_causal_fp16_normal_4.rescaled      a share of a cell
+    utilisation.d64_4096.v12.exp : .0%   in a cell of the grid, one of utilisation.shares()
+    utilisation_backward.d64_4096.b10.tensor             likewise
     v06.sass.attention_forward.HMMA      one of derived.static_derived
     v06.banks.ldmatrix_x4.conflicts
     train.ours.loss, train.sdpa.ms_per_step              of the training on attention(), on torch's
@@ -45,6 +47,7 @@ from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS
 from ..problem import DECODE, DISTRIBUTIONS, LENGTHS, LENGTHS_BACKWARD, SHARDED
 from ..record_schema import RING, SHARES, WORKLOADS
+from . import utilisation
 from .derived import (
     DECODE_FIGURES,
     LENGTHS_FIGURES,
@@ -65,6 +68,7 @@ _PEERS = {operation.named("peers"): operation for operation in OPERATIONS.values
 _CELLS = {each.named("grid"): (each, each.grid) for each in OPERATIONS.values()} | {
     "distributions": (FORWARD, DISTRIBUTIONS)
 }
+_UTILISATION = {each.named("utilisation"): each for each in OPERATIONS.values()}
 _SHARDED = re.compile(r"sharded_x(\d+)")
 _BY_OPERATION = [operation.name for operation in OPERATIONS.values()]
 _MIB = 1 << 20
@@ -204,6 +208,8 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
     name, *keys = text.split(".")
     if name in _CELLS:
         return _cell_number(record_set, name, keys, text)
+    if name in _UTILISATION:
+        return _utilisation_number(record_set, name, keys, text)
     if name in _PEERS:
         return _walk(record_set.of(_PEERS[name]).newest, derived, ["peers", *keys], text)
     if name == "train":
@@ -255,6 +261,29 @@ def _cell_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -
     if error:
         return _Value(cell["errors"][name][operation.outputs[0].name])
     return _Value(rate, cell["run"])
+
+
+def _utilisation_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -> _Value:
+    operation = _UTILISATION[kind]
+    if len(keys) != 3:
+        example = f"{kind}.{next(iter(operation.grid))}.{operation.letter}07.tensor"
+        raise UsageError(f"'{text}' does not read like '{example}'")
+    cell_name, name, unit = keys
+    _require(unit, [*utilisation.UNITS, *utilisation.COUNTS], text)
+    rate = _cell_number(record_set, operation.named("grid"), [cell_name, name], text)
+    ladder = record_set.of(operation)
+    assert ladder.grid is not None
+    assert not isinstance(rate.number, str)
+    if not utilisation.is_modelled(ladder.grid.record["device"]):
+        raise _Unavailable("not modelled")
+    counts = utilisation.attention(ladder, name)
+    if isinstance(counts, str):
+        raise _Unavailable(counts)
+    head_dim = operation.grid[cell_name].shape.head_dim
+    share = utilisation.shares(counts, operation, head_dim, rate.number)[unit]
+    if share is None:
+        raise _Unavailable("not modelled")
+    return _Value(share, rate.run)
 
 
 def _training_number(training: Whole | None, keys: list[str], text: str) -> _Value:

@@ -2,7 +2,8 @@
 
 Generated text stands between HTML comments, which render invisibly:
 
-    <!-- table: results -->…<!-- end -->          or memory, peers, grid, sass, banks: those of the
+    <!-- table: results -->…<!-- end -->          or memory, peers, grid, utilisation,
+                                                  utilisation_counted, sass, banks: those of the
                                                   forward ladder
     <!-- table: results b -->…<!-- end -->        any of these, of the ladder with this letter
     <!-- table: latency -->…<!-- end -->          or decoding, decode, lengths, lengths_backward,
@@ -10,7 +11,8 @@ Generated text stands between HTML comments, which render invisibly:
                                                   sharded_model: the last two of the records of
                                                   several such GPUs
     <!-- table: counters v04 -->…<!-- end -->     or resources, experiments: those of a step
-    <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers and grid of any ladder,
+    <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers, grid, utilisation and
+                                                  utilisation_counted of any ladder,
                                                   distributions, latency, decode, lengths,
                                                   lengths_backward, training_speed, sharded and
                                                   sharded_model, of the records in profiles/h100,
@@ -34,7 +36,7 @@ from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS, Operation
 from ..paths import ROOT
 from ..records import HEADLINE_GPU, STATIC, write_atomically
-from . import decode_table, diagrams, lengths_table, sharded_tables, tables
+from . import decode_table, diagrams, lengths_table, sharded_tables, tables, utilisation_table
 from .expressions import evaluate
 from .page import render_page
 from .plots import render_plots
@@ -70,6 +72,10 @@ REQUIRED_TABLES = {
         "memory b",
         "peers b",
         "grid b",
+        "utilisation",
+        "utilisation b",
+        "utilisation_counted",
+        "utilisation_counted b",
         "training_speed",
         "sharded",
         "sharded_model",
@@ -234,6 +240,8 @@ LADDER_TABLES = {
     "memory": tables.memory,
     "peers": tables.peers,
     "grid": tables.grid,
+    "utilisation": utilisation_table.utilisation,
+    "utilisation_counted": utilisation_table.utilisation_counted,
 }
 STATIC_TABLES = {"sass": tables.sass, "banks": tables.banks}
 # Of what was measured on a GPU and is of no ladder's own: attention() as it picks its steps, or the

@@ -11,6 +11,7 @@ from ..errors import UsageError
 from ..lengths import Lengths
 from ..operation import SIZES, Operation
 from ..step import Step
+from ..text import listed
 
 TENSOR_MAP_BYTES = 128
 PARAMS_ALIGNMENT = 128
@@ -40,7 +41,8 @@ def params_type(operation: Operation) -> type[ctypes.Structure]:
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
-MOST_TILE_ROWS = 128  # as in lengths.h
+PADDED_Q, MOST_TILE_ROWS = len(SIZES), 128  # as in lengths.h
+COLUMNS = len(SIZES) + 1  # as in cluster.cuh
 
 
 class LengthsParams(ctypes.Structure):
@@ -176,7 +178,7 @@ def read_plan(
 
     Raises UsageError for an invalid descriptor.
     """
-    num_sizes = len(SIZES) + takes_lengths
+    known = [*range(len(SIZES)), *[PADDED_Q] * takes_lengths, COLUMNS]
     alignment = descriptor.alignment
     if not descriptor.kernels[0].name or alignment < 1 or alignment & (alignment - 1):
         raise UsageError(
@@ -186,10 +188,10 @@ def read_plan(
     def axes(extents: Iterable[Extent]) -> Axes:
         found = tuple((extent.size, extent.tile) for extent in extents if extent.tile)
         for size, tile in found:
-            if size not in range(num_sizes) or tile < 0:
+            if size not in known or tile < 0:
                 raise UsageError(
                     f"the launch descriptor has an axis of size {size} in tiles of {tile}: a size "
-                    f"is one of enum Size, 0 to {num_sizes - 1}, and a tile is positive"
+                    f"is one of {listed(map(str, known))}, and a tile is positive"
                 )
         return found
 
@@ -213,13 +215,13 @@ def read_plan(
 
 
 def sizes_of(tensors: Sequence, lengths: Lengths | None = None) -> tuple[int, ...]:
-    """The sizes of a call in the order of SIZES, from its q and k; with lengths PADDED_Q, too."""
-    batch, heads, seq_q, _ = tensors[0].shape
+    """The sizes of a call in the order of SIZES, from its q and k; PADDED_Q, 0 without lengths; and
+    COLUMNS.
+    """
+    batch, heads, seq_q, head_dim = tensors[0].shape
     _, kv_heads, seq_k, _ = tensors[1].shape
-    sizes = batch, heads, kv_heads, seq_q, seq_k
-    if lengths is None:
-        return sizes
-    return *sizes, padded_queries(batch, seq_q, lengths.num_sequences(batch))
+    padded = padded_queries(batch, seq_q, lengths.num_sequences(batch)) if lengths else 0
+    return batch, heads, kv_heads, seq_q, seq_k, padded, head_dim
 
 
 def lengths_of(step: Step, given: Lengths | None) -> Lengths | None:

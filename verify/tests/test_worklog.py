@@ -49,6 +49,10 @@ WORKLOG = """# Title
 <!-- table: memory --><!-- end -->
 <!-- table: peers --><!-- end -->
 <!-- table: grid --><!-- end -->
+<!-- table: utilisation --><!-- end -->
+<!-- table: utilisation b --><!-- end -->
+<!-- table: utilisation_counted --><!-- end -->
+<!-- table: utilisation_counted b --><!-- end -->
 <!-- table: distributions --><!-- end -->
 <!-- table: latency --><!-- end -->
 <!-- table: decoding --><!-- end -->
@@ -259,7 +263,16 @@ def test_tables_of_another_gpu_stand_where_they_are_asked_for(root):
     assert "On the NVIDIA H100" in (root / "worklog.md").read_text()
 
 
-LADDER_TABLES = ("results", "memory", "peers", "grid", "sass", "banks")
+LADDER_TABLES = (
+    "results",
+    "memory",
+    "peers",
+    "grid",
+    "utilisation",
+    "utilisation_counted",
+    "sass",
+    "banks",
+)
 
 
 @pytest.fixture
@@ -330,8 +343,8 @@ def test_a_ladder_without_its_letter_is_forward(backward_root):
 
 def test_gains_are_told_over_what_a_step_changes():
     readme = (ROOT / "README.md").read_text()
-    assert "Step gain: over the step before, same run; of b10 over b08." in readme
-    assert "Step gain: over the step before, same run; of v14 over v12." in readme
+    assert "Step gain: over the step before, same run; of b10 over b08" in readme
+    assert "Step gain: over the step before, same run; of v14 over v12" in readme
 
 
 def test_a_ladder_on_another_gpu(backward_root):

@@ -1,5 +1,6 @@
 #include "scheduler.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "cluster_blocks.h"
@@ -233,14 +234,6 @@ void Worker::exit_thread() {
     Fiber::switch_to(self, own_cluster.next_thread());
 }
 
-bool Worker::is_awaited(const BulkCopy& load) const {
-    for (const Thread& thread : threads) {
-        if (thread.state == Thread::WAITING && thread.operation.mbarrier == load.mbarrier)
-            return true;
-    }
-    return false;
-}
-
 void Worker::land_stores(Thread& thread, size_t count) {
     for (size_t i = 0; i < count; ++i) {
         const BulkCopy& store = thread.stores[copies_may_be_early ? i : count - 1 - i];
@@ -250,10 +243,14 @@ void Worker::land_stores(Thread& thread, size_t count) {
 }
 
 size_t Worker::sort_loads() {
+    std::vector<int> mbarriers;  // that threads wait for
+    for (const Thread& thread : threads)
+        if (thread.state == Thread::WAITING &&
+            std::ranges::count(mbarriers, thread.operation.mbarrier) == 0)
+            mbarriers.push_back(thread.operation.mbarrier);
     size_t awaited = 0;
-    for (BulkCopy& load : loads) {
-        if (is_awaited(load)) std::swap(load, loads[awaited++]);
-    }
+    for (BulkCopy& load : loads)
+        if (std::ranges::count(mbarriers, load.mbarrier)) std::swap(load, loads[awaited++]);
     return awaited;
 }
 

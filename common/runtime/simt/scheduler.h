@@ -187,8 +187,6 @@ class Worker {
     // All threads have exited.
     void end_block();
 
-    bool is_awaited(const BulkCopy& load) const;
-
     // Moves the loads that some thread waits for to the front; returns their number.
     size_t sort_loads();
 

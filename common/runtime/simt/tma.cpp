@@ -159,6 +159,13 @@ void land_load(const BulkCopy& load) {
     complete_bytes(barrier, box_bytes(load.box), load.name, load.site);
 }
 
+void land_remote_store(const BulkCopy& store) {
+    const std::byte* smem = Worker::current()->shared_memory().data;
+    memcpy(store.box.in_shared, store.elements.data(), store.elements.size());
+    const auto& barrier = reinterpret_cast<const Mbarrier&>(smem[store.mbarrier]);
+    complete_bytes(barrier, store.elements.size(), store.name, store.site);
+}
+
 void land_store(const BulkCopy& store) {
     for_each_chunk(store.box, [&](const std::byte* from, std::byte* to, size_t bytes) {
         if (!bytes) return;
@@ -192,11 +199,12 @@ size_t num_stores_before(uint64_t pending) {
 
 // The destination and the mbarrier lie in the block `to`, where `box` and `barrier` lie in the
 // running one. Until the mbarrier's phase completes the destination holds either the old or the new
-// elements, so it is poisoned.
-void issue_load(Worker& to, TensorBox box, const Mbarrier& barrier, const Operation& operation) {
+// elements, so it is poisoned. `land` copies from the box's tensor, or else stores the elements.
+void issue_load(Worker& to, TensorBox box, const Mbarrier& barrier, const Operation& operation,
+                void (*land)(const BulkCopy&) = land_load, std::vector<std::byte> elements = {}) {
     Worker& worker = *Worker::current();
     const Site site = operation.site;
-    require_kernel_wait(READ, box, site);
+    if (elements.empty()) require_kernel_wait(READ, box, site);
     const MbarrierState& state = use_mbarrier(to, barrier, operation.name, site);
     if (!state.fenced) {
         Report report = operation_fault("missing fence_mbarrier_init", operation);
@@ -209,7 +217,7 @@ void issue_load(Worker& to, TensorBox box, const Mbarrier& barrier, const Operat
     to.races().start_copy(worker.races(), offset, box_bytes(box), site);
     memset(box.in_shared, POISON, box_bytes(box));
     to.async_view().update(offset, box_bytes(box));
-    to.start_load({operation.name, site, 0, int(state.offset), box, land_load});
+    to.start_load({operation.name, site, 0, int(state.offset), box, land, std::move(elements)});
     worker.may_fall_behind(mix(mix(site.line, offset), state.phase));
 }
 
@@ -299,6 +307,16 @@ void cp_async_bulk_cluster(void* to_shared, const void* from_shared, int bytes, 
         worker.races().start_copy_out({operation.name, site, to.rank(), state.offset, state.phase});
     }
     simt::issue_load(to, box, barrier, operation);
+}
+
+// Among the loads of the other block, as it completes bytes of an mbarrier there.
+void st_async(float (&to_shared)[4], float4 x, Mbarrier& barrier, int rank, simt::Site site) {
+    const simt::Operation operation = {"st_async", site};
+    const simt::TensorBox box = simt::row_box(nullptr, to_shared, sizeof(x), operation);
+    const auto* bytes = reinterpret_cast<const std::byte*>(&x);
+    simt::Worker& to = simt::Worker::current()->cluster().block(rank, operation);
+    simt::issue_load(to, box, barrier, operation, simt::land_remote_store,
+                     {bytes, bytes + sizeof(x)});
 }
 
 void cp_reduce_async_bulk_add(float* to_global, const float* from_shared, int bytes,

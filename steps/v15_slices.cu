@@ -1,0 +1,675 @@
+// v15 -- head_dim beyond 256: each block of a cluster has a slice of a head's columns
+// taken: only for large head_dim; up to 256 there is one slice, and v12 is faster
+// change: from v11. The blocks of a cluster have the same work tile, and each its slice of the columns
+//     of Q, K, V and O, up to 256. Of a warpgroup's rows one block computes the softmax: it gets the
+//     others' sums of Q K^T over their slices, to which it adds its own, and sends them P. The other
+//     warpgroup's rows are another block's. A cluster has one work tile
+// why: O of 64 rows and 512 columns is 256 floats for each thread of a warpgroup, which has 255 registers.
+//     In slices that follow one after the other, S would be computed again for each: at 512 1.5 times the
+//     products. Predicted: at 512 0.8 times the TFLOP/s of v11 at 256, for a block does what it does
+//     there, and moves S and P
+// limits: bf16, fp16; head_dim 8-1024 by 8; sm_90a
+#include "cluster.cuh"
+#include "mma.cuh"
+#include "tma.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
+
+constexpr int CONSUMERS = 2;  // warpgroups that compute; one more copies
+constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int PRODUCER = 128 * CONSUMERS;  // the thread that starts all copies
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
+constexpr int HEAD_PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+constexpr int SLICES = (HEAD_PANELS + 3) / 4;                // blocks of a cluster
+constexpr int PANELS = (HEAD_PANELS + SLICES - 1) / SLICES;  // of a slice; the last may have fewer
+constexpr int SLICE = PANELS * PANEL;                        // its columns
+// Columns in products; zeros from HEAD_DIM on.
+constexpr int DIM = SLICES > 1 ? SLICE : (HEAD_DIM + 15) / 16 * 16;
+constexpr int BLOCK_M = 64 * CONSUMERS;         // query rows, 64 a warpgroup
+constexpr int BLOCK_N = SLICES <= 2 ? 64 : 48;  // keys of a tile
+constexpr int NUM_STAGES = 2;                   // tiles of K, and of V, in shared memory
+// The last panel of Q is kept in registers; wgmma reads so many columns from shared memory.
+constexpr int Q_SMEM_DIM = (PANELS - 1) * PANEL;
+constexpr int TURN_BARRIER = 1;                          // of warpgroup 0; the other's follows
+constexpr int GROUP_BARRIER = TURN_BARRIER + CONSUMERS;  // likewise
+
+// Where m is set, the row's largest P becomes 2^-HEADROOM, or up to twice that. It is set again where
+// a lane's share of a tile's sum of P exceeds MAX_SUM. fp16 holds P up to 65504 and has no exponents
+// to spare below 1. bf16 has, but V may be large, too: with sums of at most 2^16, O += P V stays
+// finite for |V| < 2^96 and 2^20 keys. More headroom would cost S - m, a float, its last digits.
+constexpr int HEADROOM = std::is_same_v<Element, fp16> ? 0 : 24;
+constexpr float MAX_SUM = std::is_same_v<Element, fp16> ? 65504.0f : 0x1p16f;
+// Beyond it P cannot be brought back by one normal power of two; it may be infinite.
+constexpr float LOST_SUM = 0x1p100f;
+
+// Up to BLOCK_M queries of a head, and how many tiles of keys they see.
+struct WorkTile {
+    int q_start, head, kv_head, batch;
+    int num_tiles;  // at least 1
+};
+
+// The place of a tile in a ring of stages, by its number among all tiles of its kind.
+template <int STAGES>
+struct Place {
+    int number = 0;
+
+    __device__ int stage() const { return number % STAGES; }
+    __device__ int phase() const { return number / STAGES; }  // of the stage's barriers
+    __device__ Place before() const { return {number - 1}; }
+};
+
+// Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
+template <int NUM_PANELS, int ROWS>
+using Panels = Element[NUM_PANELS][ROWS][PANEL];
+
+// For a warpgroup's rows, what threads of other blocks send the threads of the same number: as it lies
+// in their registers.
+struct Exchange {
+    float prob[BLOCK_N / 16][128][4];  // P, from the block that computes the softmax
+    float factors[32][4];              // of 8 upper and 8 lower rows of a warp, likewise
+    // What is sent has arrived; and, at the sender, every warp has read it.
+    Mbarrier s_full, s_empty, p_full, p_empty;
+};
+
+struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
+    Panels<PANELS, BLOCK_M> q_o;     // in the end O
+    Panels<PANELS, BLOCK_N> k[NUM_STAGES];
+    Panels<PANELS, BLOCK_N> v[NUM_STAGES];
+    // S of the other slices, sent to the block that computes the softmax; of a block's warpgroups at
+    // most one's.
+    float partial[SLICES > 1 ? SLICES - 1 : 1][BLOCK_N / 8][128][4];
+    Exchange exchange[CONSUMERS];
+    WorkTile work;
+    Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];  // the tile has arrived
+    Mbarrier k_empty[NUM_STAGES], v_empty[NUM_STAGES];        // every warp has read it
+};
+static_assert(sizeof(SharedMemory) <= 227 * 1024);
+
+extern "C" {
+__constant__ LaunchDescriptor launch_descriptor = {
+    .alignment = 16,
+    .kernels = {{.name = "attention_forward",
+                 .grid = {{COLUMNS, SLICE}, {SEQ_Q, BLOCK_M}, {HEADS, 1}, {BATCH, 1}},
+                 .threads = NUM_THREADS,
+                 .smem_bytes = sizeof(SharedMemory)}},
+    .q_box = {BLOCK_M, PANEL, SWIZZLE_128B},
+    .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+    .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+    .o_box = {16, PANEL, SWIZZLE_128B},
+};
+}
+
+// The keys that a row of queries sees. Causal: query i sees j <= i + seq_k - seq_q, so the last
+// query sees the last key.
+__device__ int visible_keys(const AttentionParams& p, int row) {
+    return CAUSAL ? min(p.seq_k, row + p.seq_k - p.seq_q + 1) : p.seq_k;
+}
+
+// Their tiles, at least 1.
+__device__ int visible_tiles(const AttentionParams& p, int row) {
+    return max(1, (visible_keys(p, row) + BLOCK_N - 1) / BLOCK_N);
+}
+
+// That of a cluster. Of a head, with a causal mask, the longest come first.
+__device__ WorkTile work_tile(const AttentionParams& p, int cluster) {
+    const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
+    const int head = cluster / q_blocks, q_block = cluster % q_blocks;
+    const int q_start = BLOCK_M * (CAUSAL ? q_blocks - 1 - q_block : q_block);
+    return {q_start, head % p.heads, head % p.heads / (p.heads / p.kv_heads), head / p.heads,
+            visible_tiles(p, q_start + BLOCK_M - 1)};
+}
+
+// Waits for the end of a phase. Phase -1 counts as ended: a new stage is empty.
+__device__ void wait_for(Mbarrier& barrier, int phase) {
+    while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
+    }
+}
+
+// Starts tile[panel][r][col] = tensor[row + r][first_column + PANEL panel + col], zeros past its ends, and
+// announces its bytes to the barrier. Called by one thread.
+template <int ROWS>
+__device__ void load_tile(Panels<PANELS, ROWS>& tile, const TensorMap& map, int first_column,
+                          int row, int head, int batch, Mbarrier& full) {
+    mbarrier_arrive_expect_tx(full, sizeof(tile));
+#pragma unroll
+    for (int panel = 0; panel < PANELS; ++panel)
+        cp_async_bulk_tensor_load(tile[panel][0], map, first_column + PANEL * panel, row, head,
+                                  batch, full);
+}
+
+// Describes the columns d ... d + 15 of a tile, its rows from `row` on: Q or K.
+template <int NUM_PANELS, int ROWS>
+__device__ uint64_t k_major(const Panels<NUM_PANELS, ROWS>& tile, int row, int d) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][row][d % PANEL], 0, SWIZZLE_128B_TILE);
+}
+
+// Describes the rows key ... key + 15 of a tile, all columns: V.
+template <int NUM_PANELS, int ROWS>
+__device__ uint64_t mn_major(const Panels<NUM_PANELS, ROWS>& tile, int key) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), SWIZZLE_128B_TILE);
+}
+
+// Where TMA puts 8 elements of a tile's row from column d on: 8 chunks of a row change places.
+template <int NUM_PANELS, int ROWS>
+__device__ Element* swizzled(Panels<NUM_PANELS, ROWS>& tile, int row, int d) {
+    return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
+}
+
+extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREADS, 1)
+    attention_forward(const __grid_constant__ AttentionParams p) {
+    SharedMemory& smem = shared_memory<SharedMemory>();
+    // Uniform across the warp; the shuffle tells the compiler so.
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int rank = SLICES > 1 ? cluster_rank() : 0, first_column = rank * SLICE;
+    const WorkTile& work = smem.work;  // read where it is needed: registers are short
+
+    if (threadIdx.x == PRODUCER) {
+        smem.work = work_tile(p, blockIdx.x / SLICES);
+        prefetch_tensormap(p.k_map);
+        prefetch_tensormap(p.q_map);
+        prefetch_tensormap(p.v_map);
+        prefetch_tensormap(p.o_map);
+        mbarrier_init(smem.q_full, 1);
+#pragma unroll
+        for (int stage = 0; stage < NUM_STAGES; ++stage) {
+            mbarrier_init(smem.k_full[stage], 1);
+            mbarrier_init(smem.v_full[stage], 1);
+            mbarrier_init(smem.k_empty[stage], 4 * CONSUMERS);
+            mbarrier_init(smem.v_empty[stage], 4 * CONSUMERS);
+        }
+#pragma unroll
+        for (Exchange& exchange : smem.exchange) {
+            if (SLICES == 1) break;
+            mbarrier_init(exchange.s_full, 1);
+            mbarrier_init(exchange.s_empty, 4);
+            mbarrier_init(exchange.p_full, 1);
+            mbarrier_init(exchange.p_empty, 4 * (SLICES - 1));
+        }
+        fence_mbarrier_init();
+    }
+    cluster_arrive();
+    cluster_wait();  // the mbarriers of all blocks are initialized, and the work tile is there
+
+    // ======== the producer: one thread copies K of a tile, then V of the tile before, as the consumers
+    // need them ========
+    if (warp >= PRODUCER / 32) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (threadIdx.x == PRODUCER) {
+            load_tile<BLOCK_M>(smem.q_o, p.q_map, first_column, work.q_start, work.head, work.batch,
+                               smem.q_full);
+            for (int tile = 0; tile <= work.num_tiles; ++tile) {
+                if (tile < work.num_tiles) {
+                    const Place<NUM_STAGES> k = {tile};
+                    wait_for(smem.k_empty[k.stage()], k.phase() - 1);
+                    load_tile<BLOCK_N>(smem.k[k.stage()], p.k_map, first_column, tile * BLOCK_N,
+                                       work.kv_head, work.batch, smem.k_full[k.stage()]);
+                }
+                if (tile > 0) {
+                    const Place<NUM_STAGES> v = {tile - 1};
+                    wait_for(smem.v_empty[v.stage()], v.phase() - 1);
+                    load_tile<BLOCK_N>(smem.v[v.stage()], p.v_map, first_column, v.number * BLOCK_N,
+                                       work.kv_head, work.batch, smem.v_full[v.stage()]);
+                }
+            }
+        }
+        cluster_arrive();
+        cluster_wait();  // as the consumers
+        return;
+    }
+
+    // ======== the consumers: a warpgroup computes 64 rows of the work tile ========
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    const int warpgroup = warp / 4;
+    const int group_row = 64 * warpgroup;  // the warpgroup's first row in the block
+    const int warp_row = 16 * warp;        // and the warp's
+    const int thread = threadIdx.x % 128;  // in the warpgroup
+    Exchange& exchange = smem.exchange[warpgroup];
+    const int owner = warpgroup % SLICES;  // the block that computes the softmax of these rows
+    const auto release = [&](Mbarrier& empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    // Ping-pong scheduling: consumers start their products in turn, so that one computes softmax
+    // while the other multiplies. Nobody takes the last turn.
+    const auto wait_for_turn = [&] { bar_sync(TURN_BARRIER + warpgroup, 256); };
+    const auto pass_turn = [&] { bar_arrive(TURN_BARRIER + 1 - warpgroup, 256); };
+    if (warpgroup == 1) pass_turn();  // the first turn is warpgroup 0's
+
+    const float scale_log2 = p.softmax_scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s)
+    // A lane's s_acc[n][2 r + i] and o_acc[n][2 r + i], with r and i 0 or 1, are the elements of S
+    // and O in row 8 r + lane / 4 of its warp's 16 and column 8 n + 2 (lane % 4) + i.
+    float o_acc[DIM / 8][4] = {};
+    float shift[2];     // m, in units of log2
+    float tile_sum[2];  // this lane's share of a tile's sum of P
+    float row_sum[2];   // this lane's share of l, at last all of it
+    float inverse[2];   // 1 / l
+
+    uint32_t q_frag[(DIM - Q_SMEM_DIM) / 16][4];  // [16, 16] each, of the warp's rows
+    float s_acc[BLOCK_N / 8][4];
+    uint32_t p_frag[BLOCK_N / 16][4];
+    float rescale[2];
+
+    // ---- load Q: what goes to registers
+    wait_for(smem.q_full, 0);
+    const uint64_t q_desc = k_major(smem.q_o, group_row, 0);
+    const auto load_q = [&] {
+#pragma unroll
+        for (int d = Q_SMEM_DIM; d < DIM; d += 16)
+            ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
+                        swizzled(smem.q_o, warp_row + lane % 16, d + lane / 16 * 8));
+    };
+    load_q();
+
+    // ---- S += Q K^T  [BLOCK_M, BLOCK_N] of the slice, [64, BLOCK_N] of it in each warpgroup
+    const auto start_s = [&](int tile, bool add) {
+        const Place<NUM_STAGES> place = {tile};
+        wait_for(smem.k_full[place.stage()], place.phase());
+        wgmma_fence(s_acc, q_frag);
+#pragma unroll
+        for (int d = 0; d < DIM; d += 16) {
+            const uint64_t k_desc = k_major<PANELS, BLOCK_N>(smem.k[place.stage()], 0, d);
+            if (d < Q_SMEM_DIM)
+                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(
+                    s_acc, q_desc + (d / PANEL * sizeof(smem.q_o[0]) + 2 * (d % PANEL)) / 16,
+                    k_desc, add || d > 0);
+            else
+                wgmma_m64nNk16<Element, K_MAJOR>(s_acc, q_frag[(d - Q_SMEM_DIM) / 16], k_desc,
+                                                 add || d > 0);
+        }
+        wgmma_commit_group();
+    };
+    const auto release_k = [&](int tile) {
+        release(smem.k_empty[Place<NUM_STAGES>{tile}.stage()]);
+    };
+    // ---- O += P V  [BLOCK_M, DIM] of the slice, [64, DIM] of it in each warpgroup
+    const auto wait_for_v = [&](int tile) {
+        const Place<NUM_STAGES> place = {tile};
+        wait_for(smem.v_full[place.stage()], place.phase());
+    };
+    const auto start_pv = [&](int tile) {
+        wgmma_fence(o_acc, p_frag);
+#pragma unroll
+        for (int j = 0; j < BLOCK_N; j += 16)
+            wgmma_m64nNk16<Element, MN_MAJOR>(
+                o_acc, p_frag[j / 16],
+                mn_major<PANELS, BLOCK_N>(smem.v[Place<NUM_STAGES>{tile}.stage()], j),
+                tile > 0 || j > 0);
+        wgmma_commit_group();
+    };
+    const auto release_v = [&](int tile) {
+        release(smem.v_empty[Place<NUM_STAGES>{tile}.stage()]);
+    };
+    const auto rescale_o = [&] {
+#pragma unroll
+        for (int n = 0; n < DIM / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
+    };
+
+    // ---- what blocks send each other, of a tile. A thread of the owner and that of the same number in
+    // another block have the same elements.
+    // s_acc, to the owner
+    const auto send_s = [&](int tile) {
+        wait_for(exchange.s_empty, tile - 1);
+        auto& partial = smem.partial[rank - (rank > owner)];
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; ++n) {
+            const float* x = s_acc[n];
+            st_async(partial[n][thread], make_float4(x[0], x[1], x[2], x[3]), exchange.s_full,
+                     owner);
+        }
+    };
+    // s_acc = the sum of the others'
+    const auto receive_s = [&](int tile) {
+        if constexpr (SLICES > 1) {
+            if (thread == 0) mbarrier_arrive_expect_tx(exchange.s_full, sizeof(smem.partial));
+            wait_for(exchange.s_full, tile);
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                for (int from = 0; from < SLICES - 1; ++from) {
+                    const float4 x = load_float4(smem.partial[from][n][thread]);
+                    const float part[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        s_acc[n][i] = from == 0 ? part[i] : s_acc[n][i] + part[i];
+                }
+            __syncwarp();  // all lanes have read
+            if (lane > 0 && lane < SLICES)
+                mbarrier_arrive_cluster_relaxed(exchange.s_empty, (rank + lane) % SLICES);
+        }
+    };
+    // Factors of O, and P before they are multiplied; in the end there is no P.
+    const auto send_p = [&](int tile, const float (&factors)[2], bool with_p) {
+        if constexpr (SLICES > 1) {
+            wait_for(exchange.p_empty, tile - 1);
+            __syncwarp();  // a lane that sends nothing might miss the phase if it were still waiting
+#pragma unroll
+            for (int step = 1; step < SLICES; ++step) {
+                const int to = (rank + step) % SLICES;
+#pragma unroll
+                for (int j = 0; j < BLOCK_N / 16; ++j) {
+                    if (!with_p) break;
+                    float4 x;
+                    memcpy(&x, p_frag[j], sizeof(x));
+                    st_async(exchange.prob[j][thread], x, exchange.p_full, to);
+                }
+                if (lane % 4 == 0)
+                    st_async(exchange.factors[thread / 4],
+                             make_float4(factors[0], factors[1], 0.0f, 0.0f), exchange.p_full, to);
+            }
+        }
+    };
+    const auto receive_p = [&](int tile, float (&factors)[2], bool with_p) {
+        if (thread == 0)
+            mbarrier_arrive_expect_tx(
+                exchange.p_full, sizeof(exchange.factors) + (with_p ? sizeof(exchange.prob) : 0));
+        wait_for(exchange.p_full, tile);
+        const float4 x = load_float4(exchange.factors[thread / 4]);
+        factors[0] = x.x, factors[1] = x.y;
+#pragma unroll
+        for (int j = 0; j < BLOCK_N / 16; ++j) {
+            if (!with_p) break;
+            const float4 x = load_float4(exchange.prob[j][thread]);
+            memcpy(p_frag[j], &x, sizeof(x));
+        }
+        __syncwarp();  // all lanes have read
+        if (lane == 0) mbarrier_arrive_cluster_relaxed(exchange.p_empty, owner);
+    };
+
+    // ---- softmax: P = 2^(S - m)
+    // Hides keys, and scales S where the exponential's multiply-add cannot. Returns the scale that is
+    // left for it.
+    const auto scale_and_mask = [&](int tile) {
+        // The scale is part of the exponential's multiply-add. All of a row's P share the rounding
+        // error of scale * max, which cancels (for logits up to 2^27). But with a negative scale the
+        // largest S is not the largest logit, and 0 * -inf is NaN.
+        float tile_scale = scale_log2;
+        if (scale_log2 <= 0.0f) {
+            tile_scale = 1.0f;
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s_acc[n][i] *= scale_log2;
+        }
+        // Hidden keys, where the warp's first row has some.
+        const int k_start = tile * BLOCK_N, warp_start = work.q_start + warp_row;
+        if (k_start + BLOCK_N > visible_keys(p, warp_start)) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                // From the lane's first column on.
+                const int row = warp_start + 8 * r + lane / 4;
+                const int keys = visible_keys(p, row) - k_start - 2 * (lane % 4);
+#pragma unroll
+                for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        if (8 * n + i >= keys) s_acc[n][2 * r + i] = -INFINITY;
+            }
+        }
+        return tile_scale;
+    };
+    // The largest element of a row.
+    const auto largest = [&](int r) {
+        float x = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) x = fmaxf(x, s_acc[n][2 * r + i]);
+        return quad_max(x);
+    };
+    const auto exponentiate = [&](float tile_scale) {
+        tile_sum[0] = tile_sum[1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                s_acc[n][i] = ex2_approx_ftz(s_acc[n][i] * tile_scale - shift[i / 2]);
+                tile_sum[i / 2] += s_acc[n][i];
+            }
+    };
+
+    // P in the layout of wgmma's operand A: of the warp's upper 8 rows (r = 0) or of its lower ones.
+    const auto convert_half = [&](int r) {
+#pragma unroll
+        for (int j = 0; j < BLOCK_N / 16; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float* s = &s_acc[2 * j + i][2 * r];
+                p_frag[j][2 * i + r] = cvt_rn_x2<Element>(s[0], s[1]);
+            }
+    };
+    const auto convert_p = [&] {
+        convert_half(0);
+        convert_half(1);
+    };
+
+    // S of a tile again: P has taken its place, and K may have left shared memory. So from global
+    // memory, and by mma.sync, since the warpgroup's other warps may have nothing to repair; and of all
+    // columns, so that nothing need be sent: the other blocks' warps with these rows do the same.
+    const auto compute_s_again = [&](int tile) {
+        const int row = work.q_start + warp_row + lane / 4, key = tile * BLOCK_N + lane / 4;
+        // Four elements of a row, zeros where it has none. A quad's lanes read 16 of them; in the
+        // sum over d the order does not matter, if it is the same for Q and K.
+        const auto four = [](const Element* x, int64_t stride, int row, int rows, bool inside) {
+            return inside && uint32_t(row) < uint32_t(rows)
+                       ? *reinterpret_cast<const uint64_t*>(x + row * stride)
+                       : 0;
+        };
+        const Element* q =
+            p.q + work.batch * p.q_stride.batch + work.head * p.q_stride.head + 4 * (lane % 4);
+        const Element* k =
+            p.k + work.batch * p.k_stride.batch + work.kv_head * p.k_stride.head + 4 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s_acc[n][i] = 0.0f;
+#pragma unroll 1
+        for (int d = 0; d < HEAD_DIM; d += 16, q += 16, k += 16) {
+            const bool inside = d + 4 * (lane % 4) < HEAD_DIM;
+            const uint64_t upper = four(q, p.q_stride.row, row, p.seq_q, inside);
+            const uint64_t lower = four(q, p.q_stride.row, row + 8, p.seq_q, inside);
+            const uint32_t a[4] = {uint32_t(upper), uint32_t(lower), uint32_t(upper >> 32),
+                                   uint32_t(lower >> 32)};
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n) {
+                const uint64_t b = four(k, p.k_stride.row, key + 8 * n, p.seq_k, inside);
+                mma_m16n8k16<Element>(s_acc[n], a, uint32_t(b), uint32_t(b >> 32));
+            }
+        }
+    };
+
+    // ---- raise m where P has left its range: m' = m + e, and P, l and O become 2^-e times what they
+    // were. Where P was not lost, e is a whole number: that changes no digit of them; and only the upper
+    // or the lower 8 of the warp's rows may need it. Returns whether a row of the warp has a new m; O is
+    // still to be scaled then, when no product adds to it.
+    const auto raise_shift = [&](int tile) {
+        if (!__any_sync(0xffffffff, tile_sum[0] > MAX_SUM || tile_sum[1] > MAX_SUM)) return false;
+        // Votes and shuffles are issued together: the result of each takes long to arrive.
+        const bool lost = __any_sync(0xffffffff, tile_sum[0] > LOST_SUM || tile_sum[1] > LOST_SUM);
+        bool over[2];
+        float largest_sum[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            over[r] = __any_sync(0xffffffff, tile_sum[r] > MAX_SUM);
+            largest_sum[r] = quad_max(tile_sum[r]);
+        }
+        if (lost) {
+            compute_s_again(tile);
+            const float tile_scale = scale_and_mask(tile);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float raised = fmaxf(shift[r], largest(r) * tile_scale + HEADROOM);
+                rescale[r] = ex2_approx_ftz(shift[r] - raised);
+                shift[r] = raised;
+            }
+            exponentiate(tile_scale);
+            convert_p();
+            load_q();  // its registers were needed
+        } else {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                rescale[r] = 1.0f;
+                if (!over[r]) continue;  // usually only one half of the warp's rows needs it
+                // floor(log2) of a sum that is not much larger than the row's largest P, and 2^-e, by
+                // the exponent's bits: lg2 and ex2 would queue behind other warps' exponentials.
+                const int exponent = (__float_as_int(largest_sum[r]) >> 23) - 127;
+                const int e = max(exponent + HEADROOM, 0);
+                rescale[r] = __int_as_float((127 - e) << 23);
+                shift[r] += e;
+                tile_sum[r] *= rescale[r];
+#pragma unroll
+                for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) s_acc[n][2 * r + i] *= rescale[r];
+                convert_half(r);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) row_sum[r] *= rescale[r];
+        return true;
+    };
+    // ======== the rows whose softmax this block computes ========
+    const auto attend = [&] {
+        receive_s(0);
+        wait_for_turn();
+        start_s(0, SLICES > 1);
+        pass_turn();
+        wgmma_wait_group<0>(s_acc);
+        release_k(0);
+        const float first_scale = scale_and_mask(0);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float tile_max = largest(r) * first_scale;
+            // Where S is -inf throughout, m is so far below any other S that P is lost there, and not
+            // -inf itself: 2^(-inf + inf) is NaN.
+            shift[r] = fmaxf(tile_max + HEADROOM, -0x1p126f);
+        }
+        exponentiate(first_scale);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) row_sum[r] = tile_sum[r], rescale[r] = 1.0f;
+        convert_p();
+        send_p(0, rescale, true);
+        wait_for_v(0);
+
+        // ---- for each K/V tile
+        bool raised = false;
+        for (int tile = 1; tile < work.num_tiles; ++tile) {
+            receive_s(tile);
+            wait_for_turn();
+            start_s(tile, SLICES > 1);
+            if (raised) rescale_o();  // while S is multiplied
+            start_pv(tile - 1);
+            pass_turn();
+            wgmma_wait_group<1>(s_acc);
+            release_k(tile);
+            exponentiate(scale_and_mask(tile));  // while O += P V runs
+            // The wait for V stands here because ptxas moves no code across a loop that waits:
+            // without it, ptxas lets all of the softmax wait for O.
+            wait_for_v(tile);
+            wgmma_wait_group<0>(o_acc, p_frag);
+            release_v(tile - 1);
+            convert_p();
+            rescale[0] = rescale[1] = 1.0f;
+            raised = raise_shift(tile);
+            send_p(tile, rescale, true);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) row_sum[r] += tile_sum[r];
+        }
+        if (raised) rescale_o();
+        wait_for_turn();
+        start_pv(work.num_tiles - 1);
+        pass_turn();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            row_sum[r] = quad_sum(row_sum[r]);
+            inverse[r] = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
+        }
+        send_p(work.num_tiles, inverse, false);
+        wgmma_wait_group<0>(o_acc, p_frag);
+        // log sum exp = (m + log2 l) ln 2, of both without the headroom: the logarithm is most exact
+        // near 1. -inf where no key is visible. Of the 4 lanes that know m and l of two rows, two
+        // write one each.
+        const int r = lane % 4, row = work.q_start + warp_row + 8 * r + lane / 4;
+        if (r < 2 && row < p.seq_q) {
+            const float l = r == 0 ? row_sum[0] : row_sum[1], m = r == 0 ? shift[0] : shift[1];
+            p.lse[(int64_t(work.batch) * p.heads + work.head) * p.seq_q + row] =
+                l == 0.0f ? -INFINITY
+                          : (m - HEADROOM + lg2_approx_ftz(l * ex2_approx_ftz(HEADROOM))) * LN_2;
+        }
+    };
+
+    // ======== those whose softmax another one computes: S goes there a tile before it is needed, while
+    // P of the tile before is on its way ========
+    const auto assist = [&] {
+        start_s(0, false);
+        wgmma_wait_group<0>(s_acc);
+        release_k(0);
+        send_s(0);
+        for (int tile = 0; tile <= work.num_tiles; ++tile) {
+            if (tile > 0) {
+                wait_for_v(tile - 1);
+                receive_p(tile - 1, rescale, true);
+                if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) rescale_o();
+            }
+            wait_for_turn();
+            if (tile > 0 && tile + 1 < work.num_tiles) {
+                start_s(tile + 1, false);
+                start_pv(tile - 1);
+                pass_turn();
+                wgmma_wait_group<1>(s_acc);
+                release_k(tile + 1);
+                send_s(tile + 1);
+                wgmma_wait_group<0>(o_acc, p_frag);
+                release_v(tile - 1);
+            } else if (tile > 0) {
+                start_pv(tile - 1);
+                pass_turn();
+                wgmma_wait_group<0>(o_acc, p_frag);
+                release_v(tile - 1);
+            } else if (work.num_tiles > 1) {
+                start_s(1, false);
+                pass_turn();
+                wgmma_wait_group<0>(s_acc);
+                release_k(1);
+                send_s(1);
+            } else {
+                pass_turn();
+            }
+        }
+        receive_p(work.num_tiles, inverse, false);
+    };
+
+    if (rank == owner)
+        attend();
+    else
+        assist();
+
+    // ---- write O
+    bar_sync(GROUP_BARRIER + warpgroup, 128);  // no warp reads Q any more
+#pragma unroll
+    for (int n = 0; n < DIM / 8; n += 2) {
+        uint32_t o_frag[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* x = &o_acc[n + i / 2][2 * (i % 2)];
+            o_frag[i] = cvt_rn_x2<Element>(x[0] * inverse[i % 2], x[1] * inverse[i % 2]);
+        }
+        stmatrix_x4(swizzled(smem.q_o, warp_row + lane % 16, 8 * n + lane / 16 * 8), o_frag);
+    }
+    fence_proxy_async();  // by each writer, before the barrier
+    __syncwarp();
+    const int warp_start = work.q_start + warp_row;
+    if (lane == 0) {
+        // A warp's 16 rows of a panel are a box. TMA leaves out the rows past seq_q and the columns past
+        // HEAD_DIM, some of which nobody has written.
+#pragma unroll
+        for (int panel = 0; panel < PANELS; ++panel)
+            cp_async_bulk_tensor_store(p.o_map, first_column + PANEL * panel, warp_start, work.head,
+                                       work.batch, smem.q_o[panel][warp_row]);
+        cp_async_bulk_commit_group();
+    }
+    if (lane == 0) cp_async_bulk_wait_group_read<0>();
+    cluster_arrive();
+    cluster_wait();  // no block reaches into another one any more
+}
