@@ -33,6 +33,7 @@ def _main(arguments: list[str] | None) -> int:
     bench.add_argument("--experiments", action="store_true", help="the experiments instead")
     bench.add_argument("--grid", action="store_true", help="over a grid of shapes")
     bench.add_argument("--distributions", action="store_true", help="on many kinds of inputs")
+    bench.add_argument("--large-head-dim", action="store_true", help="head_dim 256 and more")
     bench.add_argument("--decode", action="store_true", help="few queries on many keys")
     bench.add_argument("--lengths", action="store_true", help="packed sequences and windows")
     bench.add_argument("--latency", action="store_true", help="what small calls cost")
@@ -83,6 +84,7 @@ def _run(options: argparse.Namespace) -> int:
         bench_decode,
         bench_distributions,
         bench_grid,
+        bench_large_head_dim,
         bench_latency,
         bench_lengths,
         bench_sharded,
@@ -101,6 +103,8 @@ def _run(options: argparse.Namespace) -> int:
         return pictures(options.names)
     if options.command == "train":
         return train()
+    if options.large_head_dim:
+        return bench_large_head_dim()
     if options.decode:
         return bench_decode()
     if options.lengths:

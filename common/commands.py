@@ -33,7 +33,14 @@ from .records import (
     write_atomically,
     write_record,
 )
-from .report import decode_table, lengths_table, sharded_tables, tables, terminal
+from .report import (
+    decode_table,
+    large_head_dim_table,
+    lengths_table,
+    sharded_tables,
+    tables,
+    terminal,
+)
 from .report.markdown import regenerate
 from .report.plots import render_plots
 from .report.record_set import RecordSet, load_record_set
@@ -144,6 +151,16 @@ def bench_distributions() -> int:
     from .bench.distributions import measure_distributions
 
     print(tables.distributions(_after_recording(measure_distributions())))
+    _report_regenerated()
+    return 0
+
+
+def bench_large_head_dim() -> int:
+    """Measures the step for large head_dim and the peers at head_dim 256 and more."""
+    _require_gpu()
+    from .bench.large_head_dim import measure_large_head_dim
+
+    print(large_head_dim_table.large_head_dim(_after_recording(measure_large_head_dim())))
     _report_regenerated()
     return 0
 

@@ -29,6 +29,7 @@ CACHES = (
     "fixed",
 )  # of keys and values: how a call of decoding gets them
 NAIVE = "sdpa_math"  # of the peers, torch's unfused code, which holds all scores
+EFFICIENT = "sdpa_efficient"  # torch's memory-efficient code, a peer only where head_dim is large
 FA3 = "flash_attention_3"  # of the peers, the one whose speed others are shares of
 FA3_DETERMINISTIC = "flash_attention_3_deterministic"  # its backward with the sums in one order
 PADDED = "padded_"  # in front of a step's name: it computes sequences as a batch, padded
@@ -308,6 +309,11 @@ def _grid_record(operation: Operation) -> dict:
 
 
 GRID_RECORD = ByOperation(_grid_record)
+LARGE_HEAD_DIM_RECORD = {
+    **_grid_record(FORWARD),
+    "sources": lambda value: find_error(value, {EACH: _CODE}) is None and len(value) == 2,
+    "cells": _some([{**cell_form(FORWARD), "routes": {EACH: str}}]),
+}
 _COMPARED = {
     **dict.fromkeys(("time_ms", "time_p25_ms", "time_p75_ms", "tflops"), _positive),
     "samples_ms": _some([_positive]),

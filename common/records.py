@@ -3,15 +3,15 @@
 The modules of common/bench/ write them: vNN.json is a step's (headline.py), and
 experiments/vNN_what.json that of a variant; grid.json and, of the backward ladder,
 grid_backward.json are of many shapes (grid.py), distributions.json is of many kinds of inputs
-(distributions.py), and beside each of these lies, as grid_previous.json, the run before, if that
-was of the same sources; decode.json is of few queries on many keys (decode.py),
-lengths.json and lengths_backward.json of packed sequences and windows (lengths.py);
-timelines/vNN.json has the clocks of a pipeline (timeline.py); latency.json is what small calls cost
-(latency.py), pictures.json what heads look at and what attention() errs (pictures.py), train.json
-how a model was trained on attention() (train.py), whose q, k and v are in trained.npz, and
-training_speed.json what training takes (training_speed.py), and in profiles/<gpu>x2/ sharded.json
-what attention over two GPUs takes (sharded.py); profiles/static/vNN.json is what is known without a
-GPU (static_analysis.py).
+(distributions.py), large_head_dim.json is of head_dim 256 and more (large_head_dim.py), and beside
+each of these lies, as grid_previous.json, the run before, if that was of the same sources;
+decode.json is of few queries on many keys (decode.py), lengths.json and lengths_backward.json of
+packed sequences and windows (lengths.py); timelines/vNN.json has the clocks of a pipeline
+(timeline.py); latency.json is what small calls cost (latency.py), pictures.json what heads look at
+and what attention() errs (pictures.py), train.json how a model was trained on attention()
+(train.py), whose q, k and v are in trained.npz, and training_speed.json what training takes
+(training_speed.py), and in profiles/<gpu>x2/ sharded.json what attention over two GPUs takes
+(sharded.py); profiles/static/vNN.json is what is known without a GPU (static_analysis.py).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ HEADLINE_GPU = "h200"  # the folder whose records README.md and worklog.md show
 # In the folder of a GPU.
 DISTRIBUTIONS_FILE = "distributions.json"
 DECODE_FILE = "decode.json"
+LARGE_HEAD_DIM_FILE = "large_head_dim.json"
 LATENCY_FILE = "latency.json"
 TRAIN_FILE = "train.json"
 PICTURES_FILE = "pictures.json"

@@ -20,7 +20,7 @@ from .lengths import UNLIMITED
 from .operation import BACKWARD, FORWARD
 from .operator import backend_of, highest_step
 from .runtime.backend import DTYPE_NAMES
-from .step import HEAD_DIMS
+from .step import HEAD_DIMS, LARGE_HEAD_DIM
 
 NAME = "attention_worklog"
 OLDEST = (5, 4)  # the first to give a mask's function the offset of the queries
@@ -385,6 +385,10 @@ def _refusal(
             f"q, k and v must have one head_dim, {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in multiples "
             f"of {HEAD_DIMS.step}, not {', '.join(map(str, sorted(head_dims)))}"
         )
+    if query.shape[3] > LARGE_HEAD_DIM:  # not every dtype, device or gradient has a step then
+        reason = _refusal_of_steps(*_conditions(query, key, value), False)
+        if reason:
+            return reason
     if key.shape != value.shape or query.shape[0] != key.shape[0]:
         return "q, k and v must have the same batch"
     if any(t.stride(3) != 1 for t in (query, key, value)):
@@ -397,9 +401,14 @@ def _refusal(
 
 def _refusal_of_lengths(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why no step can take lengths or a window of these inputs, or None."""
+    return _refusal_of_steps(*_conditions(query, key, value), True)
+
+
+def _conditions(query: Tensor, key: Tensor, value: Tensor) -> tuple:
+    """What it depends on, beside lengths, whether there is a step: see _find_refusal()."""
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _refusal_of_steps(needs_grad, deterministic, query.device, query.dtype, query.shape[3])
+    return needs_grad, deterministic, query.device, query.dtype, query.shape[3]
 
 
 @torch.compiler.assume_constant_result  # torch.compile would look into the cache
@@ -414,6 +423,7 @@ def _find_refusal(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
+    with_lengths: bool,
 ) -> str | None:
     like = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta")
     try:
@@ -425,7 +435,7 @@ def _find_refusal(
                 causal=False,
                 deterministic=deterministic,
                 as_they_lie=False,
-                with_lengths=True,
+                with_lengths=with_lengths,
             )
     except UsageError as error:
         return str(error)

@@ -19,11 +19,20 @@ from common.step import Step
 from common.text import markdown
 from verify.wgmma_operands import mixed_operands
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512, 1024)
 # The steps that have local memory, and where: a thread of v03 keeps a query row of O, 256 floats in
 # 255 registers, and one of b01 up to four rows; the thread of b10 that loads has 24 registers, and
-# no room for its place while it finds out which work is next.
-LOCAL_MEMORY = {("v03", 256), ("b01", 64), ("b01", 128), ("b01", 256), ("b10", 64), ("b10", 128)}
+# no room for its place while it finds out which work is next; in v15 a block that sends to three
+# others keeps two numbers there.
+LOCAL_MEMORY = {
+    ("v03", 256),
+    ("b01", 64),
+    ("b01", 128),
+    ("b01", 256),
+    ("b10", 64),
+    ("b10", 128),
+    ("v15", 1024),
+}
 
 
 def compile_all() -> int:

@@ -16,8 +16,9 @@ from common.runtime.sass import disassemble, kernels
 
 A_REGISTERS = 4  # of a thread, for 16-bit elements
 # What writes an operand A: rows that stay, from shared memory; or else P or dS, converted, taken
-# apart where pairs were kept, or handed over by another block as in v12.
-WRITERS = ({"LDSM"}, {"F2FP", "PRMT", "LDG"})
+# apart where pairs were kept, or handed over by another block, in global memory as in v12 or in
+# shared memory as in v15.
+WRITERS = ({"LDSM"}, {"F2FP", "PRMT", "LDG", "LDS"})
 
 _FIRST_REGISTER = re.compile(r".*// \| +# (?=0)")
 _LABEL = re.compile(r"\.L_x_\d+")

@@ -24,7 +24,7 @@ from verify.inputs import Inputs
 
 from ..catalog import steps_to_run
 from ..errors import UsageError
-from ..operation import operation_of
+from ..operation import Operation, operation_of
 from ..record_schema import NAIVE, Form
 from ..records import previous_path, read_replaced
 from ..runtime.gpu import GpuBackend
@@ -32,6 +32,9 @@ from ..step import Step
 from .peers import Peer, load
 from .timing import SLEEP_CYCLES, WARMUP, Rounds, time_rounds
 from .trial import describe_cell, require_right, try_peers, try_steps
+
+# Of an operation, its inputs and causal: the peers by name, or why one is missing.
+LoadPeers = Callable[..., dict[str, Peer | str]]
 
 WITHOUT = (NAIVE,)  # holds all scores: nobody would choose it for these lengths
 
@@ -62,8 +65,18 @@ def build_all(backend: GpuBackend, steps: Iterable[Step], cases: Iterable[Case])
         list(pool.map(lambda job: backend.build(*job), jobs))
 
 
+def load_fast(operation: Operation, inputs: Inputs, *, causal: bool) -> dict[str, Peer | str]:
+    """The peers but those in WITHOUT, or why one is missing."""
+    return load(operation, inputs, causal=causal, without=WITHOUT)
+
+
 def measure_cell(
-    backend: GpuBackend, steps: Sequence[Step], case: Case, inputs: Inputs, expected: Expected
+    backend: GpuBackend,
+    steps: Sequence[Step],
+    case: Case,
+    inputs: Inputs,
+    expected: Expected,
+    load_peers: LoadPeers = load_fast,
 ) -> dict:
     """An entry of a record's cells. Every output is checked before anything is timed.
 
@@ -73,7 +86,7 @@ def measure_cell(
     trials, missing = try_steps(backend, steps, case, inputs, expected.outputs)
     if not trials:
         raise UsageError("; ".join(missing.values()))
-    peers = load(operation, inputs, causal=case.causal, without=WITHOUT)
+    peers = load_peers(operation, inputs, causal=case.causal)
     trials |= try_peers(peers, operation, expected.outputs)
     missing |= {name: peer for name, peer in peers.items() if isinstance(peer, str)}
     for name, trial in trials.items():

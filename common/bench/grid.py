@@ -15,7 +15,7 @@ grid_backward_previous.json.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,11 +25,11 @@ from verify.accuracy import expect
 from verify.case import Case
 
 from ..operation import BACKWARD, FORWARD, Operation
-from ..record_schema import GRID_RECORD
+from ..record_schema import GRID_RECORD, Form
 from ..records import PROFILES_DIR, SCHEMA, gpu_folder, grid_file, write_record
 from ..runtime.gpu import GpuBackend
 from ..step import Step
-from .cells import build_all, keep_previous, measure_cell, steps_from
+from .cells import LoadPeers, build_all, keep_previous, load_fast, measure_cell, steps_from
 from .device_state import git_state, versions
 from .timing import summarize, time_interleaved
 
@@ -51,6 +51,26 @@ def measure_grid(operation: Operation) -> Path:
     """
     backend = GpuBackend()
     steps, cases = steps_from(FIRST_STEP[operation]), cases_of(operation)
+    return record_shapes(
+        backend,
+        steps,
+        cases,
+        lambda case: measure_shape(backend, steps, case),
+        grid_file(operation),
+    )
+
+
+def record_shapes(
+    backend: GpuBackend,
+    steps: Sequence[Step],
+    cases: Sequence[Case],
+    measure: Callable[[Case], dict],
+    file: str,
+    form: Form = GRID_RECORD,
+) -> Path:
+    """Measures a cell for each case and writes the record, which has this form, into a file of this
+    name in the folder of the GPU; returns its path.
+    """
     build_all(backend, steps, cases)
     record = {
         "schema": SCHEMA,
@@ -60,10 +80,10 @@ def measure_grid(operation: Operation) -> Path:
         "sources": {step.name: {"code_sha256": step.code_sha256} for step in steps},
         "ceiling": measure_ceiling(backend.device),
     }
-    progress = tqdm(cases, operation.named("grid"), unit="cell", leave=False, disable=None)
-    record["cells"] = [measure_shape(backend, steps, case) for case in progress]
-    path = PROFILES_DIR / gpu_folder(record["device"]) / grid_file(operation)
-    keep_previous(path, GRID_RECORD, record["sources"])
+    path = PROFILES_DIR / gpu_folder(record["device"]) / file
+    progress = tqdm(cases, path.stem, unit="cell", leave=False, disable=None)
+    record["cells"] = [measure(case) for case in progress]
+    keep_previous(path, form, record["sources"])
     write_record(path, record)
     return path
 
@@ -83,7 +103,9 @@ def measure_ceiling(device: torch.device) -> dict:
     }
 
 
-def measure_shape(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict:
+def measure_shape(
+    backend: GpuBackend, steps: Sequence[Step], case: Case, load_peers: LoadPeers = load_fast
+) -> dict:
     """An entry of the record's cells."""
     inputs = case.make(backend.device)
-    return measure_cell(backend, steps, case, inputs, expect(case, *inputs))
+    return measure_cell(backend, steps, case, inputs, expect(case, *inputs), load_peers)

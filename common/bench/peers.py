@@ -7,6 +7,9 @@ FlashAttention takes as it is and any other backend as a matrix.
 Where few queries look at many keys, q, k and v are not copied, and FlashAttention-3 chooses itself
 into how many parts it splits the keys.
 
+Where head_dim is large, the peers are those of SDPA that take it, and cuDNN and FlashAttention-3,
+which end at 256.
+
 Where sequences have lengths or queries a window, the peers are FlashAttention-3 and torch's
 varlen_attn, which is FlashAttention-2, forward and backward. A batch is packed to varlen_attn.
 
@@ -34,7 +37,7 @@ from verify.inputs import Inputs
 from ..lengths import UNLIMITED, Lengths
 from ..operation import BACKWARD, FORWARD, Operation
 from ..problem import Shape
-from ..record_schema import FA3, FA3_DETERMINISTIC, NAIVE
+from ..record_schema import EFFICIENT, FA3, FA3_DETERMINISTIC, NAIVE
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of an operation in its order, or the first one
 Attention = Callable[..., torch.Tensor]  # of q, k and v
@@ -84,6 +87,17 @@ def load_splitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[st
     They read q, k and v where those lie.
     """
     return {name: _try(partial(load, q, k, v)) for name, load in SPLITTING_LOADERS.items()}
+
+
+def load_for_large_head_dim(
+    operation: Operation, inputs: Inputs, *, causal: bool
+) -> dict[str, Peer | str]:
+    """The peers of forward for large head_dim: ready to run, or why one is missing."""
+    assert operation == FORWARD
+    return {
+        name: _try(partial(load, *inputs, causal=causal))
+        for name, load in LARGE_HEAD_DIM_LOADERS.items()
+    }
 
 
 def load_with_lengths(
@@ -160,6 +174,7 @@ def _sdpa_route(backend: SDPBackend) -> str:
     what = {
         SDPBackend.MATH: "math",
         SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
+        SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
         SDPBackend.CUDNN_ATTENTION: f"cuDNN {cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
     }
     return f"torch {torch.__version__}, {what[backend]}"
@@ -476,6 +491,12 @@ LOADERS = {
 SPLITTING_LOADERS = {
     "sdpa_cudnn": partial(_sdpa, SDPA["sdpa_cudnn"], causal=False),
     FA3: _flash_attention_3_splitting,
+}
+# Those for large head_dim, of forward, by name.
+LARGE_HEAD_DIM_LOADERS = {
+    NAIVE: LOADERS[FORWARD][NAIVE],
+    EFFICIENT: partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    **{name: LOADERS[FORWARD][name] for name in ("sdpa_cudnn", FA3)},
 }
 # And those for lengths and windows, by operation.
 LENGTHS_LOADERS = {

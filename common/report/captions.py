@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..operation import FORWARD, Operation
 from ..text import listed
-from .record_set import NOT_MEASURED
+from .record_set import NOT_MEASURED, Cells
 
 
 def inputs(operation: Operation) -> str:
@@ -54,8 +54,9 @@ def missing(cells: Sequence[dict]) -> str:
     """A sentence on whose attention is missing in how many cells, and why in most of those."""
     reasons: dict[str, Counter[str]] = {}
     for cell in cells:
-        for name, each in cell["attentions"].items():
-            if "missing" in each:
+        outcomes = cell["attentions"] if "attentions" in cell else cell["tflops"]
+        for name, each in outcomes.items():
+            if isinstance(each, dict) and "missing" in each:
                 reasons.setdefault(name, Counter())[each["missing"]] += 1
     told = "; ".join(
         f"{name} in {why.total()} of {len(cells)} cells: {why.most_common(1)[0][0]}"
@@ -84,6 +85,24 @@ def rounds(cells: Iterable[dict]) -> str:
     }
     least, most = min(counts), max(counts)
     return f"{most if least == most else f'{least} to {most}'} interleaved rounds per cell"
+
+
+def how_measured(measured: Cells, ratios: Callable[[dict], dict[str, float]]) -> str:
+    """The end of the caption of a table of cells; ratios by cell follow from a record."""
+    cells = measured.record["cells"]
+    states = [cells[0]["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
+    rounds = {len(samples) for cell in cells for samples in cell["samples_ms"].values()}
+    least, most = min(rounds), max(rounds)
+    apart = ", the slow ones apart" if any(cell.get("slow") for cell in cells) else ""
+    text = (
+        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds per cell"
+        f"{apart}, L2 flushed before each call. In bold: no slower than the fastest peer. "
+        f"{device_states(states)}"
+    )
+    if measured.previous:
+        before = summary(ratios(measured.previous))
+        text += f" In the run before, of the same sources: {before}."
+    return text
 
 
 def states_of(cells: Sequence[dict]) -> str:

@@ -17,7 +17,7 @@ from ..metrics import (
 from ..operation import operation_of
 from ..problem import GROUPS
 from ..record_schema import FA3, NUMBER, OURS, PADDED, RING, SHARDED_ATTENTIONS
-from ..step import are_few
+from ..step import LARGE_HEAD_DIM, are_few
 
 # Beside the ring: our other way, one GPU with the whole problem, and torch's ways.
 _, ULYSSES, ONE_GPU, *CONTEXT_PARALLEL = SHARDED_ATTENTIONS
@@ -53,6 +53,10 @@ LENGTHS_FIGURES = (
     "over_padded",
     "over_padded_equal",
 )
+# Of large head_dim: _FIGURES of the step's rate over the fastest peer's where attention() takes it,
+# and the geometric mean of its rates at WIDE over those at LARGE_HEAD_DIM of the step taken there.
+LARGE_HEAD_DIM_FIGURES = (*_FIGURES, "over_256")
+WIDE = 512
 # What the steps are limited by, in the order in which they meet it: shares of a peak by column.
 LIMITS = {
     "L1 data": "l1_data_percent",
@@ -126,7 +130,7 @@ def peer_ratios(record: dict, *steps: str, peer: str | None = None) -> dict[str,
     """
     ratios = {}
     for cell in record["cells"]:
-        rates = {name: rate for name, rate in cell["tflops"].items() if isinstance(rate, NUMBER)}
+        rates = rates_of(cell)
         step = next((name for name in steps if name in rates), None)
         peers = [
             rate
@@ -136,6 +140,49 @@ def peer_ratios(record: dict, *steps: str, peer: str | None = None) -> dict[str,
         if step and peers:
             ratios[cell["name"]] = rates[step] / max(peers)
     return ratios
+
+
+def rates_of(cell: dict) -> dict[str, float]:
+    """Of a cell of shapes or of inputs: the rates of steps and peers that are not missing."""
+    return {name: rate for name, rate in cell["tflops"].items() if isinstance(rate, NUMBER)}
+
+
+def large_ratios(record: dict) -> dict[str, float]:
+    """Of large head_dim, by cell above LARGE_HEAD_DIM: the rate of the step over the fastest
+    peer's, where one was measured.
+    """
+    step, _ = record["sources"]
+    large = {cell["name"] for cell in record["cells"] if cell["head_dim"] > LARGE_HEAD_DIM}
+    return {name: ratio for name, ratio in peer_ratios(record, step).items() if name in large}
+
+
+def ratios_to_256(record: dict) -> dict[str, float]:
+    """Of large head_dim, by cell: the rate of the step over that of the other step at
+    LARGE_HEAD_DIM, with the same mask and sequence, where both were measured.
+    """
+    step, narrow = record["sources"]
+    at_256 = {
+        (cell["causal"], cell["seq"]): rates_of(cell).get(narrow)
+        for cell in record["cells"]
+        if cell["head_dim"] == LARGE_HEAD_DIM
+    }
+    ratios = {}
+    for cell in record["cells"]:
+        rate, other = rates_of(cell).get(step), at_256.get((cell["causal"], cell["seq"]))
+        if rate and other:
+            ratios[cell["name"]] = rate / other
+    return ratios
+
+
+def large_head_dim_figures(record: dict) -> dict[str, float | str | None]:
+    """Of a record of large head_dim, under LARGE_HEAD_DIM_FIGURES; None where nothing is."""
+    return {**_figures(large_ratios(record)), "over_256": _mean(wide_ratios(record).values())}
+
+
+def wide_ratios(record: dict) -> dict[str, float]:
+    """ratios_to_256() of the cells of head_dim WIDE."""
+    wide = {cell["name"] for cell in record["cells"] if cell["head_dim"] == WIDE}
+    return {name: ratio for name, ratio in ratios_to_256(record).items() if name in wide}
 
 
 def decode_ratios(record: dict, over: str | None = None) -> dict[str, float]:

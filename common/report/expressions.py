@@ -14,6 +14,8 @@
     grid.d64_causal_4096.v07.error       the largest error of its o, or of the operation's first
                                          output; in distributions likewise
     distributions.d64_causal_fp16_normal_4.rescaled      a share of a cell
+    large_head_dim.d512_causal_4096.v15  likewise, and ...v15.error, of head_dim 256 and more
+    large_head_dim.over_256              of derived.LARGE_HEAD_DIM_FIGURES, of all its cells
     utilisation.d64_4096.v12.exp : .0%   in a cell of the grid, one of utilisation.shares()
     utilisation_backward.d64_4096.b10.tensor             likewise
     v06.sass.attention_forward.HMMA      one of derived.static_derived
@@ -45,19 +47,28 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS
-from ..problem import DECODE, DISTRIBUTIONS, LENGTHS, LENGTHS_BACKWARD, SHARDED
+from ..problem import (
+    DECODE,
+    DISTRIBUTIONS,
+    LARGE_HEAD_DIMS,
+    LENGTHS,
+    LENGTHS_BACKWARD,
+    SHARDED,
+)
 from ..record_schema import RING, SHARES, WORKLOADS
 from . import utilisation
 from .derived import (
     DECODE_FIGURES,
+    LARGE_HEAD_DIM_FIGURES,
     LENGTHS_FIGURES,
     decode_figures,
     derived,
+    large_head_dim_figures,
     lengths_figures,
     ring_ratios,
     static_derived,
 )
-from .record_set import GPU_FOLDER, NOT_MEASURED, STALE, RecordSet, Whole, in_folder
+from .record_set import GPU_FOLDER, NOT_MEASURED, STALE, Cells, RecordSet, Whole, in_folder
 
 _FOLDER = re.compile(rf"\s*({GPU_FOLDER})\s+(?=[a-z\d(])")
 _TOKEN = re.compile(r"\s*([a-z_][\w.]*|\d+(?:\.\d+)?|[-+*/()])\s*")
@@ -66,7 +77,8 @@ _STATIC = {"sass", "banks"}
 _PEERS = {operation.named("peers"): operation for operation in OPERATIONS.values()}
 # By a name of the record set's cells: their operation, and their problems.
 _CELLS = {each.named("grid"): (each, each.grid) for each in OPERATIONS.values()} | {
-    "distributions": (FORWARD, DISTRIBUTIONS)
+    "distributions": (FORWARD, DISTRIBUTIONS),
+    "large_head_dim": (FORWARD, LARGE_HEAD_DIMS),
 }
 _UTILISATION = {each.named("utilisation"): each for each in OPERATIONS.values()}
 _SHARDED = re.compile(r"sharded_x(\d+)")
@@ -206,6 +218,8 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
     if text[0].isdigit():
         return _Value(float(text))
     name, *keys = text.split(".")
+    if name == "large_head_dim" and len(keys) == 1:
+        return _large_head_dim_figure(record_set.large_head_dim, keys, text)
     if name in _CELLS:
         return _cell_number(record_set, name, keys, text)
     if name in _UTILISATION:
@@ -261,6 +275,13 @@ def _cell_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -
     if error:
         return _Value(cell["errors"][name][operation.outputs[0].name])
     return _Value(rate, cell["run"])
+
+
+def _large_head_dim_figure(measured: Cells | None, keys: list[str], text: str) -> _Value:
+    _require(keys[0], list(LARGE_HEAD_DIM_FIGURES), text)
+    if measured is None or measured.stale:
+        raise _Unavailable(STALE if measured else NOT_MEASURED)
+    return _walk(large_head_dim_figures(measured.record), lambda _: {}, keys, text)
 
 
 def _utilisation_number(record_set: RecordSet, kind: str, keys: list[str], text: str) -> _Value:

@@ -6,17 +6,17 @@ Generated text stands between HTML comments, which render invisibly:
                                                   utilisation_counted, sass, banks: those of the
                                                   forward ladder
     <!-- table: results b -->…<!-- end -->        any of these, of the ladder with this letter
-    <!-- table: latency -->…<!-- end -->          or decoding, decode, lengths, lengths_backward,
-                                                  pictures, distributions, training_speed, sharded,
-                                                  sharded_model: the last two of the records of
-                                                  several such GPUs
+    <!-- table: latency -->…<!-- end -->          or decoding, decode, large_head_dim, lengths,
+                                                  lengths_backward, pictures, distributions,
+                                                  training_speed, sharded, sharded_model: the last
+                                                  two of the records of several such GPUs
     <!-- table: counters v04 -->…<!-- end -->     or resources, experiments: those of a step
     <!-- table: grid b h100 -->…<!-- end -->      results, memory, peers, grid, utilisation and
                                                   utilisation_counted of any ladder,
-                                                  distributions, latency, decode, lengths,
-                                                  lengths_backward, training_speed, sharded and
-                                                  sharded_model, of the records in profiles/h100,
-                                                  which need not be there
+                                                  distributions, latency, decode, large_head_dim,
+                                                  lengths, lengths_backward, training_speed, sharded
+                                                  and sharded_model, of the records in
+                                                  profiles/h100, which need not be there
     <!-- = v04.tflops : .1f -->19.3<!-- end -->   an expression of common/report/expressions.py
 
 They show the H200's records and the static ones unless told. In the results table those of any
@@ -36,7 +36,15 @@ from ..errors import UsageError
 from ..operation import FORWARD, OPERATIONS, Operation
 from ..paths import ROOT
 from ..records import HEADLINE_GPU, STATIC, write_atomically
-from . import decode_table, diagrams, lengths_table, sharded_tables, tables, utilisation_table
+from . import (
+    decode_table,
+    diagrams,
+    large_head_dim_table,
+    lengths_table,
+    sharded_tables,
+    tables,
+    utilisation_table,
+)
 from .expressions import evaluate
 from .page import render_page
 from .plots import render_plots
@@ -251,6 +259,7 @@ GPU_TABLES = {
     "latency": tables.latency,
     "decoding": tables.decoding,
     "decode": decode_table.decode,
+    "large_head_dim": large_head_dim_table.large_head_dim,
     **{
         operation.named("lengths"): partial(lengths_table.lengths, operation=operation)
         for operation in OPERATIONS.values()

@@ -16,6 +16,7 @@ from ..record_schema import (
     DISTRIBUTIONS_RECORD,
     EXPERIMENT_RECORD,
     GRID_RECORD,
+    LARGE_HEAD_DIM_RECORD,
     LATENCY_RECORD,
     LENGTHS_RECORD,
     PICTURES_RECORD,
@@ -31,6 +32,7 @@ from ..record_schema import (
 from ..records import (
     DECODE_FILE,
     DISTRIBUTIONS_FILE,
+    LARGE_HEAD_DIM_FILE,
     LATENCY_FILE,
     PICTURES_FILE,
     SHARDED_FILE,
@@ -132,7 +134,8 @@ class RecordSet:
     experiments: Recorded
     static: Recorded  # steps and experiments, in the order of the worklog
     timelines: Recorded
-    cells: dict[str, Cells]  # "grid" and "grid_backward", of shapes; "distributions", of the inputs
+    # "grid" and "grid_backward", of shapes; "distributions", of the inputs; "large_head_dim"
+    cells: dict[str, Cells]
     decode: Whole | None  # of few queries on many keys
     lengths: dict[str, Whole]  # "lengths" and "lengths_backward", of packed sequences and windows
     latency: Whole | None  # of small calls
@@ -148,6 +151,10 @@ class RecordSet:
     @property
     def distributions(self) -> Cells | None:
         return self.cells.get("distributions")
+
+    @property
+    def large_head_dim(self) -> Cells | None:
+        return self.cells.get("large_head_dim")
 
     def of(self, operation: Operation) -> Ladder:
         """What there is of an operation."""
@@ -183,6 +190,9 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
         operation.named("grid"): _load_cells(folder / grid_file(operation), GRID_RECORD, steps)
         for operation in OPERATIONS.values()
     }
+    cells["large_head_dim"] = _load_cells(
+        folder / LARGE_HEAD_DIM_FILE, LARGE_HEAD_DIM_RECORD, steps
+    )
     lengths = {
         operation.named("lengths"): _load_whole(
             folder / lengths_file(operation), LENGTHS_RECORD, steps

@@ -24,6 +24,8 @@ from .derived import (
     fastest_peer,
     lengths_ratios,
     peer_ratios,
+    rates_of,
+    ratios_to_256,
     readable,
     ring_ratios,
     speeds_over_peers,
@@ -295,6 +297,47 @@ def decode(record_set: RecordSet) -> list[Row]:
             row["copy_share"] = min(of_row)
         found.append(row)
     return found
+
+
+def large_head_dim(record_set: RecordSet) -> list[Row]:
+    """A row for each head_dim and step, one that attention() takes at 256 in front of the other.
+
+    by_column has for each mask and sequence the step's rate, peer, the fastest one's, its name,
+    ratio, the step's rate over that, and over_256, of the step for large head_dim that over the
+    other step's at 256; None for what is missing.
+    """
+    cells = record_set.large_head_dim
+    if cells is None or cells.stale:
+        return []
+    record = cells.record
+    step, narrow = record["sources"]
+    of_256 = ratios_to_256(record)
+    columns = dict.fromkeys(map(_mask_and_seq, record["cells"]))
+    found: dict[tuple, Row] = {}
+    for cell in record["cells"]:
+        rates = rates_of(cell)
+        of_peers = {name: rate for name, rate in rates.items() if name not in record["sources"]}
+        peer = max(of_peers, key=of_peers.__getitem__, default=None)
+        for name in (narrow, step):
+            if name not in cell["tflops"]:
+                continue
+            row = found.setdefault(
+                (cell["head_dim"], name),
+                {"head_dim": cell["head_dim"], "step": name, "by_column": dict.fromkeys(columns)},
+            )
+            rate = rates.get(name)
+            row["by_column"][_mask_and_seq(cell)] = {
+                "rate": rate,
+                "peer": of_peers.get(peer),
+                "name": peer,
+                "ratio": rate / of_peers[peer] if rate and peer else None,
+                "over_256": of_256.get(cell["name"]) if name == step else None,
+            }
+    return list(found.values())
+
+
+def _mask_and_seq(cell: dict) -> str:
+    return f"N {cell['seq']}{', causal' if cell['causal'] else ''}"
 
 
 def lengths(record_set: RecordSet, operation: Operation = FORWARD) -> list[Row]:

@@ -15,6 +15,7 @@ from . import rows
 from .captions import (
     device_states,
     flops,
+    how_measured,
     inputs,
     max_error,
     peak_memory,
@@ -43,7 +44,7 @@ from .columns import (
     table_of,
 )
 from .derived import derived, first_that_run, peer_ratios
-from .record_set import NOT_MEASURED, STALE, Cells, Ladder, RecordSet
+from .record_set import NOT_MEASURED, STALE, Ladder, RecordSet
 from .rows import Row, latest_steps
 
 
@@ -169,7 +170,8 @@ def grid(ladder: Ladder) -> str:
         f"TFLOP/s on the {record['device']} in {record['dtype']}; {inputs(ladder.operation)}; "
         "where the mask is causal, the operations of visible keys are counted: half of them where "
         "there are as many queries as keys. "
-        f"{flops(ladder.operation)}{_how_measured(measured, *taken)}"
+        f"{flops(ladder.operation)}"
+        f"{how_measured(measured, lambda record: peer_ratios(record, *taken))}"
     )
 
 
@@ -207,7 +209,7 @@ def distributions(record_set: RecordSet) -> str:
         "later_keys_larger: it is 2, and 8 from key 256 on; own_key: each query lies near a key of "
         "its own; first_key_sink: the first key takes nearly all weight; equal_keys: all keys are "
         f"the same ([inputs.py](verify/inputs.py)). {_trained(record)}"
-        f"{_how_measured(measured, last)}"
+        f"{how_measured(measured, lambda record: peer_ratios(record, last))}"
     )
 
 
@@ -253,24 +255,6 @@ def _deterministic(ladder: Ladder) -> str:
         for name in first_that_run(ladder.grid.record, steps)
     )
     return f"{first}, whose every bit repeats, over {FA3_DETERMINISTIC}: {summary(ratios)}. "
-
-
-def _how_measured(measured: Cells, *steps: str) -> str:
-    """The end of the caption of a table of cells."""
-    cells = measured.record["cells"]
-    states = [cells[0]["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
-    rounds = {len(samples) for cell in cells for samples in cell["samples_ms"].values()}
-    least, most = min(rounds), max(rounds)
-    apart = ", the slow ones apart" if any(cell.get("slow") for cell in cells) else ""
-    text = (
-        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds per cell"
-        f"{apart}, L2 flushed before each call. In bold: no slower than the fastest peer. "
-        f"{device_states(states)}"
-    )
-    if measured.previous:
-        before = summary(peer_ratios(measured.previous, *steps))
-        text += f" In the run before, of the same sources: {before}."
-    return text
 
 
 def latency(record_set: RecordSet) -> str:

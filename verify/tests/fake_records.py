@@ -9,10 +9,12 @@ from common.operation import BACKWARD, FORWARD, Operation
 from common.problem import (
     DECODE,
     DISTRIBUTIONS,
+    LARGE_HEAD_DIMS,
     LENGTHS,
     LENGTHS_BACKWARD,
     SHARDED,
     TRAINED,
+    Problem,
     Sequences,
     Shape,
 )
@@ -125,6 +127,47 @@ def fake_grid(*steps: Step) -> dict:
             }
             for name, causal in (("d64_4096", False), ("d64_causal_4096", True))
         ],
+    }
+
+
+def fake_large_head_dim(step: Step, narrow: Step) -> dict:
+    """The step does 300 TFLOP/s at head_dim 512 and 200 elsewhere, 30 more with a causal mask, and
+    the other one 400 at 256, where a peer does 250. Above, one does 100 but where N is 16384: there
+    sdpa_math does 25, and sdpa_efficient nothing where head_dim is 1024.
+    """
+    fake = fake_grid(step, narrow)
+    cell = {key: fake["cells"][0][key] for key in ("environment", "samples_ms")}
+
+    def rates(problem: Problem) -> dict:
+        shape = problem.shape
+        is_long, at_256 = shape.seq_q == 16384, shape.head_dim == 256
+        refused = {"missing": "head dimension at most 256"}
+        too_large = {"missing": "too large"} if shape.head_dim == 1024 else 20.0
+        return {
+            step.name: (300.0 if shape.head_dim == 512 else 200.0) + 30.0 * problem.causal,
+            **({narrow.name: 400.0} if at_256 else {}),
+            "sdpa_math": 25.0 if is_long else {"missing": "out of memory"},
+            "sdpa_efficient": too_large if is_long else 100.0,
+            "flash_attention_3": 250.0 if at_256 else refused,
+        }
+
+    return fake | {
+        "cells": [
+            {
+                **cell,
+                "name": name,
+                "run": name,
+                **{key: getattr(problem.shape, key) for key in ("batch", "heads", "kv_heads")},
+                "seq": problem.shape.seq_q,
+                "head_dim": problem.shape.head_dim,
+                "causal": problem.causal,
+                "tflops": rates(problem),
+                "routes": {"sdpa_math": "torch, math", "sdpa_efficient": "torch"},
+                "errors": {step.name: {"o": 0.001}},
+                "slow": ["sdpa_math"],
+            }
+            for name, problem in LARGE_HEAD_DIMS.items()
+        ]
     }
 
 

@@ -128,6 +128,7 @@ def test_options_of_check():
         (["bench", "EXPERIMENTS=1"], "-m common bench --experiments"),
         (["bench", "GRID=1"], "-m common bench --grid"),
         (["bench", "DIST=1"], "-m common bench --distributions"),
+        (["bench", "LARGE=1"], "-m common bench --large-head-dim"),
         (["bench", "DECODE=1"], "-m common bench --decode"),
         (["bench", "LENGTHS=1"], "-m common bench --lengths"),
         (["bench", "LATENCY=1"], "-m common bench --latency"),
@@ -197,7 +198,7 @@ def test_whoever_reads_the_output_may_stop():
             (f"--{what}",)
             for what in (
                 *("experiments", "grid", "distributions", "decode", "lengths", "latency"),
-                "training",
+                *("large-head-dim", "training"),
             )
         ),
     ],

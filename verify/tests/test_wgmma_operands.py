@@ -63,6 +63,8 @@ def test_what_a_loop_writes_over_rows_that_stay_is_found() -> None:
         ([LOAD, CALL, MULTIPLY], ""),
         ([LOAD, *CONVERT[1:], MULTIPLY], "F2FP and LDSM"),
         ([LOAD, RECEIVE, MULTIPLY], "LDG and LDSM"),
+        ([LOAD, ("LDS.128 R0, [R4]", "^^^^v"), MULTIPLY], ""),
+        ([LOAD, ("@P0 LDS.128 R0, [R4]", "^^^^v"), MULTIPLY], "LDS and LDSM"),
         ([*CONVERT, ("FMUL R2, R2, R5", "::x  v"), MULTIPLY], "F2FP and FMUL"),
         ([MULTIPLY], "nothing"),
         ([LOAD, ("BRA `(.L_x_1)", ""), *CONVERT, ("EXIT", ""), ".L_x_1", MULTIPLY], ""),

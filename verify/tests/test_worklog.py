@@ -27,6 +27,7 @@ from verify.tests.fake_records import (
     fake_decode,
     fake_distributions,
     fake_grid,
+    fake_large_head_dim,
     fake_latency,
     fake_lengths,
     fake_record,
@@ -57,6 +58,7 @@ WORKLOG = """# Title
 <!-- table: latency --><!-- end -->
 <!-- table: decoding --><!-- end -->
 <!-- table: decode --><!-- end -->
+<!-- table: large_head_dim --><!-- end -->
 <!-- table: lengths --><!-- end -->
 <!-- table: pictures --><!-- end -->
 <!-- table: sass --><!-- end -->
@@ -135,6 +137,7 @@ def test_rows_are_plain_values(root):
     write_record(root / "profiles/h200/grid.json", fake_grid(V01, V02))
     write_record(root / "profiles/h200/distributions.json", fake_distributions(V01, V02))
     write_record(root / "profiles/h200/decode.json", fake_decode(V02))
+    write_record(root / "profiles/h200/large_head_dim.json", fake_large_head_dim(V02, V01))
     write_record(root / "profiles/h200/lengths.json", fake_lengths(V02, V01))
     write_record(root / "profiles/h200/latency.json", fake_latency(V02))
     write_record(root / "profiles/h200/training_speed.json", fake_training_speed(V02, B02))
@@ -160,6 +163,7 @@ def test_rows_are_plain_values(root):
     of_a_set = (
         rows.distributions,
         rows.decode,
+        rows.large_head_dim,
         rows.lengths,
         rows.latency,
         rows.decoding,
@@ -455,6 +459,8 @@ RECORDS = [
     "h200/distributions.json",
     "h200/distributions_previous.json",
     "h200/decode.json",
+    "h200/large_head_dim.json",
+    "h200/large_head_dim_previous.json",
     "h200/lengths.json",
     "h200/latency.json",
     "h200/training_speed.json",

@@ -1,0 +1,73 @@
+"""The table of head_dim 256 and more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..operation import FORWARD
+from ..step import LARGE_HEAD_DIM
+from ..text import listed
+from . import rows
+from .captions import how_measured, inputs, missing, routes, summary
+from .columns import Cell, bold_from_one, shown, table_of
+from .derived import WIDE, large_ratios, wide_ratios
+from .record_set import NOT_MEASURED, STALE, Cells, RecordSet
+from .rows import Row
+
+
+def large_head_dim(record_set: RecordSet) -> str:
+    """One row per head_dim and step: its TFLOP/s, the fastest peer's, and those over 256's."""
+    measured = record_set.large_head_dim
+    if measured is None or measured.stale:
+        return STALE if measured else NOT_MEASURED
+    found = rows.large_head_dim(record_set)
+    columns = {
+        ">head_dim": shown("head_dim"),
+        "Step": shown("step"),
+        **{f">{column}": _rates(column) for column in found[0]["by_column"]},
+    }
+    return f"{table_of(columns, found)}\n\n{_conditions(measured, found)}"
+
+
+def _rates(column: str) -> Cell:
+    def cell(row: Row) -> str:
+        rates = row["by_column"][column]
+        if rates is None:
+            return ""
+        step, peer = (
+            "missing" if rate is None else f"{rate:.0f}" for rate in (rates["rate"], rates["peer"])
+        )
+        ratio, of_256 = rates["ratio"], rates["over_256"]
+        return (
+            f"{step} / {peer}"
+            + ("" if ratio is None else f", {bold_from_one(ratio)}")
+            + ("" if of_256 is None else f" ({of_256:.3f})")
+        )
+
+    return cell
+
+
+def _conditions(measured: Cells, found: list[Row]) -> str:
+    record = measured.record
+    step, narrow = record["sources"]
+    peers = Counter(
+        rates["name"]
+        for row in found
+        for rates in row["by_column"].values()
+        if row["head_dim"] > LARGE_HEAD_DIM and rates and rates["name"]
+    )
+    told = [f"{name} in {count}" for name, count in peers.most_common()]
+    fastest = f"{listed(told)} cells" if told else "missing"
+    cell = record["cells"][0]
+    return (
+        "TFLOP/s of the step / of the fastest peer, and the one over the other. In parentheses: "
+        f"{step}'s TFLOP/s over those of {narrow}, which attention() takes up to head_dim "
+        f"{LARGE_HEAD_DIM}, at {LARGE_HEAD_DIM} in the same column; at {WIDE}: "
+        f"{summary(wide_ratios(record))}. {step} over the fastest peer, above {LARGE_HEAD_DIM}: "
+        f"{summary(large_ratios(record))}. That is {fastest}. "
+        f"{record['device']}, {record['dtype']}; {cell['batch'] * cell['seq']} tokens in sequences "
+        f"of N, {cell['heads'] * cell['head_dim']} / head_dim heads, rounded down; "
+        f"{inputs(FORWARD)}; where the mask is causal, the operations of visible keys are counted. "
+        f"Peers: {routes(record['cells'])}. {missing(record['cells'])}"
+        f"{how_measured(measured, large_ratios)}"
+    )
