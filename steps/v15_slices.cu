@@ -111,12 +111,27 @@ __device__ int visible_tiles(const AttentionParams& p, int row) {
     return max(1, (visible_keys(p, row) + BLOCK_N - 1) / BLOCK_N);
 }
 
-// That of a cluster. Of a head, with a causal mask, the longest come first.
+// K and V of the heads at work at a time, where several fit: less than the L2 cache holds.
+constexpr float L2_BYTES = 32 << 20;
+
+// That of a cluster. With a causal mask the longest of a section of heads come first, so that the last
+// ones of all are short.
 __device__ WorkTile work_tile(const AttentionParams& p, int cluster) {
     const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
-    const int head = cluster / q_blocks, q_block = cluster % q_blocks;
-    const int q_start = BLOCK_M * (CAUSAL ? q_blocks - 1 - q_block : q_block);
-    return {q_start, head % p.heads, head % p.heads / (p.heads / p.kv_heads), head / p.heads,
+    const int group = p.heads / p.kv_heads, num_heads = p.batch * p.heads;
+    int head = cluster / q_blocks, q_block = cluster % q_blocks;
+    if (CAUSAL) {
+        const float head_bytes = float(p.seq_k) * (2 * HEAD_DIM * sizeof(Element));
+        const int section_heads =
+            group * int(fminf(fmaxf(L2_BYTES / head_bytes, 1.0f), p.batch * p.kv_heads));
+        const int first_head = head / section_heads * section_heads;
+        const int heads = min(section_heads, num_heads - first_head);
+        const int in_section = cluster - first_head * q_blocks;
+        head = first_head + in_section % heads;
+        q_block = q_blocks - 1 - in_section / heads;
+    }
+    const int q_start = BLOCK_M * q_block;
+    return {q_start, head % p.heads, head % p.heads / group, head / p.heads,
             visible_tiles(p, q_start + BLOCK_M - 1)};
 }
 
@@ -189,7 +204,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         fence_mbarrier_init();
     }
     cluster_arrive();
-    cluster_wait();  // the mbarriers of all blocks are initialized, and the work tile is there
+    __syncthreads();  // the work tile is there, and the mbarriers are initialized
 
     // ======== the producer: one thread copies K of a tile, then V of the tile before, as the consumers
     // need them ========
@@ -213,6 +228,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
                 }
             }
         }
+        cluster_wait();
         cluster_arrive();
         cluster_wait();  // as the consumers
         return;
@@ -531,6 +547,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     };
     // ======== the rows whose softmax this block computes ========
     const auto attend = [&] {
+        cluster_wait();  // the mbarriers of all blocks are initialized
         receive_s(0);
         wait_for_turn();
         start_s(0, SLICES > 1);
@@ -603,6 +620,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     // P of the tile before is on its way ========
     const auto assist = [&] {
         start_s(0, false);
+        cluster_wait();  // the mbarriers of all blocks are initialized
         wgmma_wait_group<0>(s_acc);
         release_k(0);
         send_s(0);
