@@ -350,10 +350,16 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
                     for (int i = 0; i < 4; ++i)
                         s_acc[n][i] = from == 0 ? part[i] : s_acc[n][i] + part[i];
                 }
-            __syncwarp();  // all lanes have read
-            if (lane > 0 && lane < SLICES)
-                mbarrier_arrive_cluster_relaxed(exchange.s_empty, (rank + lane) % SLICES);
         }
+    };
+    // Others may send again when what has arrived is in registers, for which a product waits before it
+    // starts: loads that are on their way could come too late, and a relaxed arrival waits for none.
+    const auto release_s = [&] {
+        if (lane > 0 && lane < SLICES)
+            mbarrier_arrive_cluster_relaxed(exchange.s_empty, (rank + lane) % SLICES);
+    };
+    const auto release_p = [&] {
+        if (lane == 0) mbarrier_arrive_cluster_relaxed(exchange.p_empty, owner);
     };
     // Factors of O, and P before they are multiplied; in the end there is no P.
     const auto send_p = [&](int tile, const float (&factors)[2], bool with_p) {
@@ -389,8 +395,6 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
             const float4 x = load_float4(exchange.prob[j][thread]);
             memcpy(p_frag[j], &x, sizeof(x));
         }
-        __syncwarp();  // all lanes have read
-        if (lane == 0) mbarrier_arrive_cluster_relaxed(exchange.p_empty, owner);
     };
 
     // ---- softmax: P = 2^(S - m)
@@ -551,6 +555,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         receive_s(0);
         wait_for_turn();
         start_s(0, SLICES > 1);
+        release_s();
         pass_turn();
         wgmma_wait_group<0>(s_acc);
         release_k(0);
@@ -575,6 +580,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
             receive_s(tile);
             wait_for_turn();
             start_s(tile, SLICES > 1);
+            release_s();
             if (raised) rescale_o();  // while S is multiplied
             start_pv(tile - 1);
             pass_turn();
@@ -634,6 +640,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
             if (tile > 0 && tile + 1 < work.num_tiles) {
                 start_s(tile + 1, false);
                 start_pv(tile - 1);
+                release_p();
                 pass_turn();
                 wgmma_wait_group<1>(s_acc);
                 release_k(tile + 1);
@@ -642,6 +649,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
                 release_v(tile - 1);
             } else if (tile > 0) {
                 start_pv(tile - 1);
+                release_p();
                 pass_turn();
                 wgmma_wait_group<0>(o_acc, p_frag);
                 release_v(tile - 1);

@@ -55,7 +55,8 @@ __device__ inline void mbarrier_arrive_cluster(Mbarrier& barrier, int rank) {
 }
 
 // Likewise, but passes on nothing that has been stored in global memory: the other block learns
-// that this thread has come so far, e.g. that it has read a buffer, to which copies may go again.
+// that this thread has come so far, e.g. that it has read a buffer, to which copies may go again. It
+// does not wait for loads: what has been read must have been used, or the copies may be faster.
 __device__ inline void mbarrier_arrive_cluster_relaxed(Mbarrier& barrier, int rank) {
     asm volatile(
         "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapa(&barrier, rank))
