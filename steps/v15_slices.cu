@@ -365,7 +365,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     const auto send_p = [&](int tile, const float (&factors)[2], bool with_p) {
         if constexpr (SLICES > 1) {
             wait_for(exchange.p_empty, tile - 1);
-            __syncwarp();  // a lane that sends nothing might miss the phase if it were still waiting
+            __syncwarp();  // lanes that send nothing have seen the phase, too
 #pragma unroll
             for (int step = 1; step < SLICES; ++step) {
                 const int to = (rank + step) % SLICES;

@@ -292,18 +292,33 @@ CASES = (
     Case("head_dim_256", Shape(1, 3, 3, 145, 170, 256), FP16, causal=True, inputs=sudden_logits),
     Case("head_dim_256_fp32", Shape(1, 1, 1, 145, 170, 256), FP32, causal=True),
     Case("head_dim_264", Shape(1, 2, 1, 70, 150, 264), BF16),
-    Case("head_dim_320", Shape(1, 1, 1, 130, 170, 320), FP16, causal=True, inputs=sudden_logits),
-    Case("head_dim_384", Shape(1, 2, 2, 20, 270, 384), BF16, inputs=rising_logits),
+    Case("head_dim_272", Shape(1, 1, 1, 70, 40, 272), BF16, causal=True),
+    Case("head_dim_320", Shape(1, 2, 2, 126, 170, 320), FP16, causal=True, inputs=sudden_logits),
+    Case(
+        "head_dim_384",
+        Shape(1, 4, 2, 40, 270, 384),
+        BF16,
+        inputs=walks(-60, 120, -220),
+        softmax_scale=2.0**-5,  # so that logits are exact
+    ),
     Case("head_dim_512", Shape(1, 2, 1, 135, 190, 512), BF16, causal=True),
     Case("head_dim_512_long", Shape(1, 1, 1, 10, 700, 512), FP16, inputs=walks(-60, 90)),
-    Case("head_dim_576", Shape(1, 1, 1, 70, 140, 576), FP16, causal=True),
-    Case("head_dim_776", Shape(1, 1, 1, 20, 133, 776), BF16, inputs=large_logits),
+    Case("head_dim_576", Shape(1, 2, 2, 126, 190, 576), FP16, causal=True, inputs=sudden_logits),
+    Case(
+        "head_dim_776",
+        Shape(1, 1, 1, 20, 133, 776),
+        BF16,
+        inputs=large_logits,
+        softmax_scale=2.0**-5,
+    ),
     Case("head_dim_832", Shape(2, 2, 1, 20, 70, 832), FP16, causal=True),
-    Case("head_dim_1024", Shape(1, 1, 1, 30, 165, 1024), BF16, inputs=sudden_logits),
+    Case("head_dim_1024", Shape(1, 2, 2, 70, 165, 1024), BF16, inputs=walks(-60, 120, -220)),
     # Sizes that only a GPU can handle.
     replace(Case.of("headline", HEADLINE), gpu_only=True),
     Case("headline_causal", Shape(2, 16, 4, 4096, 4096, 128), BF16, causal=True, gpu_only=True),
     Case("long_16k", Shape(1, 2, 1, 16384, 16381, 64), BF16, causal=True, gpu_only=True),
+    # K and V of 4 of the 6 heads of keys are 32 MB.
+    Case("head_dim_512_heads", Shape(2, 6, 3, 300, 4000, 512), BF16, causal=True, gpu_only=True),
     # As many work tiles as a GPU has multiprocessors, and a few more.
     Case("shares_gpu", Shape(1, 140, 2, 20, 2100, 64), FP16, inputs=walks(2, 25), gpu_only=True),
     Case("shares_gpu_128", Shape(5, 30, 3, 70, 2100, 128), BF16, gpu_only=True),

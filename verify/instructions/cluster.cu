@@ -17,6 +17,8 @@ struct SharedMemory {
     Mbarrier empty[STAGES];                    // the other block has its copy, and has read it
     Mbarrier boxes;                            // both boxes are there
     Mbarrier told;                             // each thread of the other block has stored a number
+    alignas(16) float given[THREADS][4];       // stored by the other block's threads
+    Mbarrier all_given;                        // all of them are there
 };
 
 extern "C" {
@@ -36,15 +38,16 @@ __device__ void wait_for(Mbarrier& barrier, int parity) {
     }
 }
 
-// Block b writes row b of lse [SEQ_Q, (ROUNDS + 1) * THREADS + 2 * BOX_WORDS]: the numbers that the
+// Block b writes row b of lse [SEQ_Q, (ROUNDS + 5) * THREADS + 2 * BOX_WORDS]: the numbers that the
 // other block of its cluster has stored in global memory, and those that it has copied here, round
-// by round; then the boxes as they lie in shared memory, of which its own one begins at row b of k.
+// by round; then what its threads have stored in this block's shared memory, and the boxes as they
+// lie there, of which its own one begins at row b of k.
 extern "C" __global__ void __cluster_dims__(2) __launch_bounds__(THREADS, 1)
     attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
     const int thread = threadIdx.x, block = blockIdx.x;
     const int rank = cluster_rank(), peer = 1 - rank;
-    float* out = p.lse + block * ((ROUNDS + 1) * THREADS + 2 * BOX_WORDS);
+    float* out = p.lse + block * ((ROUNDS + 5) * THREADS + 2 * BOX_WORDS);
 
     if (thread == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
@@ -53,6 +56,7 @@ extern "C" __global__ void __cluster_dims__(2) __launch_bounds__(THREADS, 1)
         }
         mbarrier_init(smem.boxes, 1);
         mbarrier_init(smem.told, THREADS);
+        mbarrier_init(smem.all_given, 1);
         fence_mbarrier_init();
     }
     cluster_arrive();
@@ -88,6 +92,13 @@ extern "C" __global__ void __cluster_dims__(2) __launch_bounds__(THREADS, 1)
         __syncwarp();  // all lanes have read
         if (thread % 32 == 0) mbarrier_arrive_cluster_relaxed(smem.empty[stage], peer);
     }
+
+    if (thread == 0) mbarrier_arrive_expect_tx(smem.all_given, sizeof(smem.given));
+    const float x = 1000 * block + 4 * thread + 0.5f;
+    st_async(smem.given[thread ^ 2], make_float4(x, x + 1, x + 2, x + 3), smem.all_given, peer);
+    wait_for(smem.all_given, 0);
+    memcpy(out + 4 * thread, smem.given[thread], sizeof(smem.given[thread]));
+    out += 4 * THREADS;
 
     wait_for(smem.boxes, 0);
     for (int i = thread; i < 2 * BOX_WORDS; i += THREADS)

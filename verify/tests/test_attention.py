@@ -18,9 +18,11 @@ from verify.reference import attention_reference
 
 SCALE = 64**-0.5
 # What attention() takes for the inputs below, whose queries are few.
-NEWEST = [step for step in all_steps() if step.operation == FORWARD and not step.takes_lengths][
-    -1
-].name
+NEWEST = [
+    step.name
+    for step in all_steps()
+    if step.operation == FORWARD and (step.is_candidate() or step.only_few_queries)
+][-1]
 
 
 def _inputs(device: str = "cpu", **overrides) -> dict[str, torch.Tensor]:
@@ -78,6 +80,64 @@ def test_a_step_for_few_queries_is_taken_only_for_them(monkeypatch) -> None:
     monkeypatch.setattr("common.operator.all_steps", lambda: (first, replace(few, draft="not yet")))
     inputs = (torch.zeros(1, 4, 1, 8), own, own)
     assert highest_step(CpuBackend(), FORWARD, inputs, False, as_they_lie=False) is first
+
+
+def test_a_step_for_large_head_dim_is_taken_only_for_it(monkeypatch) -> None:
+    first = replace(find_step("v01"), limits=find_step("v15").limits)
+    large = replace(first, name="v98", only_large_head_dim=True)
+    monkeypatch.setattr("common.operator.all_steps", lambda: (first, large))
+    for head_dim, step in ((8, first), (256, first), (264, large), (1024, large)):
+        for seq_q in (1, 300):
+            q = torch.zeros(1, 1, seq_q, head_dim, dtype=torch.bfloat16)
+            for deterministic in (False, True):
+                assert highest_step(CpuBackend(), FORWARD, (q, q, q), False, deterministic) is step
+    q = torch.zeros(1, 1, 1, 264, dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="there is no step of forward for lengths"):
+        highest_step(CpuBackend(), FORWARD, (q, q, q), False, with_lengths=True)
+
+
+def _large_heads(head_dim: int) -> tuple[torch.Tensor, ...]:
+    rng = torch.Generator().manual_seed(0)
+    shapes = (1, 2, 5, head_dim), (1, 1, 70, head_dim), (1, 1, 70, head_dim)
+    return tuple(torch.randn(shape, generator=rng).to(torch.bfloat16) for shape in shapes)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_head_dim(causal: bool) -> None:
+    q, k, v = _large_heads(264)
+    assert highest_step(CpuBackend(), FORWARD, (q, k, v), causal).name == "v15"
+    smaller = tuple(t[..., :256].contiguous() for t in (q, k, v))
+    assert highest_step(CpuBackend(), FORWARD, smaller, causal).name != "v15"
+    o = attention(q, k, v, causal=causal)
+    visible = torch.ones(5, 70, dtype=torch.bool)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(t.float() for t in (q, k, v)),
+        attn_mask=visible.tril(70 - 5) if causal else None,
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(o.float(), expected, atol=2**-8, rtol=2**-7)
+    assert torch.equal(o, attention(q, k, v, causal=causal, step="v15"))
+
+
+def test_large_head_dim_has_no_gradients() -> None:
+    q, k, v = _large_heads(264)
+    o = attention(q.requires_grad_(), k, v)
+    with pytest.raises(UsageError, match=r"^no step can run these inputs: .*not 264$") as error:
+        o.sum().backward()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "told"),
+    [
+        (torch.float32, 264, "v15 takes bf16, fp16, not fp32"),
+        (torch.bfloat16, 268, "v15 takes head_dim 8 to 1024 in multiples of 8, not 268"),
+        (torch.bfloat16, 1032, "v15 takes head_dim 8 to 1024 in multiples of 8, not 1032"),
+    ],
+)
+def test_large_head_dim_that_no_step_takes(dtype: torch.dtype, head_dim: int, told: str) -> None:
+    with pytest.raises(UsageError, match=f"^no step can run these inputs: {told}; v"):
+        attention(*(t.to(dtype) for t in _large_heads(head_dim)))
 
 
 def test_output_lies_like_q_and_lse_comes_on_request() -> None:

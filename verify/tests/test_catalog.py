@@ -50,8 +50,8 @@ MALFORMED = {
     "no reason": (lambda path: replace(path, "// why:", "// draft:\n// why:"), "must say why, as"),
     "not taken": (
         lambda path: replace(path, "// why:", "// taken: seldom\n// why:"),
-        'must read like "only with deterministic=True; why", "only for lengths and windows; why" '
-        'or, of a forward step, "only for few queries; why", not '
+        'must read like "only with deterministic=True; why", "only for lengths and windows; why", '
+        '"only for large head_dim; why" or, of a forward step, "only for few queries; why", not '
         "'seldom'",
     ),
     "no parts": (
@@ -167,6 +167,7 @@ def test_the_step_before(folder):
     assert before["v02"].name == "v01"
     assert before["v04"] is None  # not v02: what v04 gains over that is not one step's
     assert before["v10"].name == "v09"
+    assert before["v15"].name == "v12"  # v13 is for few queries, v14 for lengths
     assert before["b10"].name == "b08"  # b09 is only for those who ask for the same bits
 
 
@@ -237,9 +238,9 @@ def test_limits_of_shared_memory(tmp_path):
         ("8-256", "8-250", "not 8-250 by 8"),
         ("8-256", "4-256", "not 4-256 by 8"),
         ("by 8", "by 0", "not 8-256 by 0"),
-        ("8-256", "8-512", "can promise head_dim 8-256 by 8, .* not 8-512 by 8"),
-        ("8-256 by 8", "4-256 by 4", "can promise head_dim 8-256 by 8, .* not 4-256 by 4"),
-        ("8-256 by 8", "12-252 by 12", "can promise head_dim 8-256 by 8, .* not 12-252 by 12"),
+        ("8-256", "8-1032", "can promise head_dim 8-1024 by 8, .* not 8-1032 by 8"),
+        ("8-256 by 8", "4-256 by 4", "can promise head_dim 8-1024 by 8, .* not 4-256 by 4"),
+        ("8-256 by 8", "12-252 by 12", "can promise head_dim 8-1024 by 8, .* not 12-252 by 12"),
         ("sm_80", "sm_81", "not sm_81"),
         ("sm_80", "sm_70", "not sm_70"),
         ("sm_80", "sm_80a", "not sm_80a"),
@@ -260,11 +261,13 @@ def test_wrong_limits_are_one_clear_line(tmp_path, old, new, told):
         ("\n// taken: only with deterministic=True; slower", "only_deterministic"),
         ("\n// taken: only for few queries; for more,\n//     slower", "only_few_queries"),
         ("\n// taken: only for lengths and windows; slower", "takes_lengths"),
+        ("\n// taken: only for large head_dim; else slower", "only_large_head_dim"),
     ],
 )
 def test_where_a_step_is_taken(tmp_path, taken, condition):
     step = read_step(write(tmp_path, LIMITS + taken))
-    for each in ("only_deterministic", "only_few_queries", "takes_lengths"):
+    conditions = "only_deterministic", "only_few_queries", "takes_lengths", "only_large_head_dim"
+    for each in conditions:
         assert getattr(step, each) is (each == condition)
     assert step.is_candidate() == (condition is None)
     assert step.is_candidate(deterministic=True) == (condition in (None, "only_deterministic"))
@@ -281,11 +284,13 @@ def test_where_a_step_is_taken(tmp_path, taken, condition):
         "only for lengths and windows",
         "only for lengths; slower",
         "only for windows and lengths; slower",
+        "only for large head_dim",
+        "only for head_dim above 256; slower",
     ],
 )
 def test_a_wrong_taken_is_one_clear_line(tmp_path, wrong):
     told = (
-        "v99_x.cu: 'taken:' must .* \"only for lengths and windows; why\" or, of a forward step, "
+        "v99_x.cu: 'taken:' must .* \"only for large head_dim; why\" or, of a forward step, "
         f"\"only for few queries; why\", not '{wrong}'$"
     )
     with pytest.raises(UsageError, match=told):

@@ -26,7 +26,7 @@ def exchange(backend: Backend, source: Path = INSTRUCTIONS) -> bool:
     bits = torch.arange(1, 1 + (BLOCKS + ROWS) * HEAD_DIM, dtype=torch.int16)
     k = bits.view(torch.bfloat16).view(1, 1, -1, HEAD_DIM).to(backend.device)
     q = torch.zeros(1, 1, BLOCKS, HEAD_DIM, dtype=torch.bfloat16, device=backend.device)
-    columns = (ROUNDS + 1) * THREADS + 2 * ROWS * HEAD_DIM // 2
+    columns = (ROUNDS + 5) * THREADS + 2 * ROWS * HEAD_DIM // 2
     lse = torch.full((BLOCKS, columns), torch.nan, device=backend.device)
     step = read_step(source)
     backend.launch(step, q, k, k, torch.empty_like(q), lse, causal=False, softmax_scale=1.0)
@@ -36,9 +36,11 @@ def exchange(backend: Backend, source: Path = INSTRUCTIONS) -> bool:
         other, thread = block ^ 1, torch.arange(THREADS) ^ 1
         copied = [1000.0 * other + 100 * r + thread for r in range(ROUNDS)]
         stored = -1.0 - 1000 * other - thread
+        given = 1000 * other + 4 * (torch.arange(THREADS)[:, None] ^ 2) + torch.arange(4) + 0.5
         first = block - block % 2
         boxes = [bits.view(-1, HEAD_DIM)[i : i + ROWS].flatten() for i in (first, first + 1)]
-        expected.append(torch.cat([stored, *copied, torch.cat(boxes).view(torch.float32)]))
+        found = torch.cat(boxes).view(torch.float32)
+        expected.append(torch.cat([stored, *copied, given.flatten(), found]))
     # As integers: 16-bit numbers side by side may be any float, NaN too.
     return torch.equal(lse.cpu().view(torch.int32), torch.stack(expected).view(torch.int32))
 
@@ -165,6 +167,15 @@ MISTAKES = [
         "mbarrier_try_wait_parity_cluster",
         "mbarrier_try_wait_parity",
         "data race between blocks .*: reads what block . has written",
+    ),
+    Mistake("given_to_itself", "smem.all_given, peer)", "smem.all_given, rank)", ""),
+    Mistake(
+        "too_few_bytes_given",
+        "sizeof(smem.given))",
+        "sizeof(smem.given) - 16)",
+        "more bytes than announced .* over by 16 bytes|block ends with a load in flight|"
+        "block ends in the middle of an mbarrier's phase .* 16 bytes not announced|"
+        "data race .*: writes byte .* of rank .'s shared memory, where thread .* has read",
     ),
     Mistake(
         "loaded_to_itself",
@@ -482,3 +493,155 @@ def faults(tmp_path_factory) -> Step:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_report(faults, fault):
     expect_report(faults, FAULTS, fault, num_lse=32)
+
+
+# ---- st_async
+
+STORE_SOURCE = SOURCE | {"layout": LAYOUT + "    alignas(16) float stored[32][4];\n"}
+STORE_SETUP = f"""{SETUP}
+    [[maybe_unused]] const auto store = [&](int row, int to) {{
+        const float x = 100 * block + 4 * t;
+        st_async(smem.stored[row], make_float4(x, x + 1, x + 2, x + 3), smem.full, to);
+    }};
+    [[maybe_unused]] const auto wait_for_bytes = [&](int bytes) {{
+        if (t == 0) mbarrier_arrive_expect_tx(smem.full, bytes);
+        while (!mbarrier_try_wait_parity(smem.full, 0)) {{
+        }}
+    }};
+"""
+STORED = torch.arange(128.0).view(32, 4)  # of block 0, by the thread that has stored it
+SWAPPED = torch.arange(32) ^ 1
+
+
+def test_stores_to_another_block(tmp_path):
+    """All come, in whatever order, and the 16 bytes of each count where they go."""
+    body = """
+    store(t ^ 1, peer);
+    wait_for_bytes(sizeof(smem.stored));
+    for (int i = 0; i < 4; ++i) p.lse[128 * block + 4 * t + i] = smem.stored[t][i];
+    cluster_sync();
+"""
+    step = in_clusters(write_step(tmp_path, "stores", STORE_SETUP + body, **STORE_SOURCE))
+    for seed in range(8):
+        _, lse = run(step, CpuBackend(seed), num_lse=256)
+        stored = lse.view(2, 32, 4)
+        assert torch.equal(stored, torch.stack([100 + STORED[SWAPPED], STORED[SWAPPED]]))
+
+
+def test_a_store_to_the_own_block(tmp_path):
+    body = """
+    store(t, rank);
+    wait_for_bytes(sizeof(smem.stored));
+    for (int i = 0; i < 4; ++i) p.lse[128 * block + 4 * t + i] = smem.stored[t][i];
+"""
+    step = in_clusters(write_step(tmp_path, "own", STORE_SETUP + body, **STORE_SOURCE))
+    _, lse = run(step, CpuBackend(), num_lse=256)
+    assert torch.equal(lse.view(2, 32, 4), torch.stack([STORED, 100 + STORED]))
+
+
+def test_a_store_is_poison_until_it_lands(tmp_path):
+    """A cluster barrier does not say that it has landed. What it brings was in registers."""
+    body = """
+    smem.stored[t][0] = -1;
+    cluster_sync();
+    store(t, peer);
+    cluster_sync();
+    p.lse[64 * block + t] = smem.stored[t][0];
+    cluster_sync();
+    wait_for_bytes(sizeof(smem.stored));
+    p.lse[64 * block + 32 + t] = smem.stored[t][0];
+    cluster_sync();
+"""
+    step = in_clusters(write_step(tmp_path, "late", STORE_SETUP + body, **STORE_SOURCE))
+    late = []
+    for seed in range(6):
+        _, lse = run(step, CpuBackend(seed), num_lse=128)
+        before, after = lse.view(2, 2, 32)[0]  # of block 0
+        assert torch.equal(after, 100 + STORED[:, 0])
+        assert (before.isnan() | (before == after)).all()
+        late.append(before.isnan().sum().item())
+    assert max(late) == 32
+    assert min(late) < 32
+
+
+STORE, NAMED = "st_async @", r"st_async \(faults.cu:\d+\)"  # the latter in `store`
+
+# As above.
+STORE_FAULTS = [
+    Fault(
+        "store_to_misaligned",
+        "st_async(reinterpret_cast<float(&)[4]>(smem.stored[0][1]), float4(), smem.full, peer);",
+        f"misaligned access .*: {STORE} needs a multiple of 16 bytes, .* at byte 276 of shared",
+    ),
+    Fault(
+        "store_to_global",
+        "st_async(reinterpret_cast<float(&)[4]>(*p.lse), float4(), smem.full, peer);",
+        f"access outside shared memory .*: {STORE} needs 16 bytes .* at byte 0 of lse",
+    ),
+    Fault(
+        "store_to_no_such_rank",
+        "store(t, 2);",
+        f"wrong rank .*: {NAMED} takes the rank of a block of the cluster, 0 to 1, not 2",
+    ),
+    Fault(
+        "store_for_no_mbarrier",
+        "st_async(smem.stored[t], float4(), smem.never, peer);",
+        f"mbarrier not initialized .*: {STORE} needs an mbarrier_init before, of byte 264 of "
+        "shared memory in block ., and a cluster barrier between the two",
+    ),
+    Fault(
+        "store_for_an_mbarrier_not_fenced",
+        "if (t == 7) mbarrier_init(smem.never, 1); cluster_sync();"
+        "st_async(smem.stored[t], float4(), smem.never, peer);",
+        f"missing fence_mbarrier_init .*: {STORE} needs one of thread 7 after it has initialized ",
+    ),
+    Fault(
+        "store_over_what_is_read",
+        "p.lse[32 * block + t] = smem.stored[t][0]; store(t, peer);",
+        "data race .*: writes byte .* of rank .'s shared memory, where thread .* has read",
+    ),
+    Fault(
+        "store_over_what_is_written",
+        "smem.stored[t][1] = 0; store(t, peer);",
+        "data race .*: writes byte .* of rank .'s shared memory, where thread .* has written",
+    ),
+    Fault(
+        "stores_of_more_than_is_announced",
+        "store(t, peer); wait_for_bytes(sizeof(smem.stored) - 16); cluster_sync();",
+        "more bytes than announced .* over by 16 bytes|"
+        "block ends in the middle of an mbarrier's phase .* 16 bytes not announced",
+    ),
+    Fault(
+        "stores_of_less_than_is_announced",
+        "if (t > 0) store(t, peer); wait_for_bytes(sizeof(smem.stored));",
+        "deadlock (.|\n)* still expects 16 bytes: no copy is on its way",
+    ),
+    Fault(
+        "store_to_where_nobody_waits",
+        "if (rank == 1) store(t, peer); cluster_sync();",
+        f"block ends with a load in flight .*: {NAMED} has not landed: wait for its mbarrier",
+        seed=LATE_SEED,
+    ),
+    Fault(
+        "store_that_nobody_announces",
+        "store(t, peer); cluster_sync();",
+        "block ends in the middle of an mbarrier's phase .* \\d+ bytes not announced",
+    ),
+    Fault(
+        "store_to_a_block_that_ends",
+        "if (rank == 1) store(t, peer);",
+        f"access to a block that has ended .*: {NAMED} reaches into|"
+        "block ends (with a load in flight|in the middle of an mbarrier's phase)",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def store_faults(tmp_path_factory) -> Step:
+    folder = tmp_path_factory.mktemp("store_faults")
+    return in_clusters(write_faults(folder, STORE_FAULTS, STORE_SETUP, **STORE_SOURCE))
+
+
+@pytest.mark.parametrize("fault", STORE_FAULTS, ids=lambda fault: fault.name)
+def test_report_of_a_store(store_faults, fault):
+    expect_report(store_faults, STORE_FAULTS, fault, num_lse=64)

@@ -210,6 +210,25 @@ def test_a_grid_is_filled_up_to_whole_clusters():
     assert count_blocks(descriptor(1), 7, cluster=4) == [8]
 
 
+@pytest.mark.parametrize(("tile", "slices"), [(8, 1), (3, 3), (1, 8), (256, 1)])
+def test_slices_of_columns(tile, slices):
+    """head_dim is 8, and the other axes have 12 tiles."""
+    sliced = descriptor(0)
+    sliced.kernels[0].grid[2] = launch.Extent(launch.COLUMNS, tile)
+    assert count_blocks(sliced, 1) == [12 * slices]
+    assert count_blocks(sliced, 1, cluster=slices) == [12 * slices]
+    plan = launch.read_plan(sliced, 1)
+    assert plan.kernels[0].num_tiles((*SIZES, 0, 8)) == 12 * slices
+
+
+def test_columns_is_the_same_number_everywhere():
+    """In Python, in pack.cpp, and in both cluster.cuh, whose SEQ_K + 2 leaves PADDED_Q out."""
+    assert launch.COLUMNS == SIZE_SEQ_K + 2 == SIZE_PADDED_Q + 1
+    for twin in ("device", "simt"):
+        text = (ROOT / "common" / "runtime" / twin / "cluster.cuh").read_text()
+        assert "constexpr Size COLUMNS = Size(SEQ_K + 2);" in text
+
+
 def test_grids_of_as_many_tiles_as_there_can_be():
     many = descriptor(0)
     many.kernels[0].grid[2] = launch.Extent(SIZE_SEQ_K, 1)
@@ -240,16 +259,16 @@ def test_queries_with_whole_tiles_for_each_sequence(sequences):
     _, blocks = packer(tensors, [1.0], lengths)
     assert blocks == [3 * -(-rows // 64)]
     sizes = launch.sizes_of(tensors, lengths)
-    assert sizes == (batch, 3, 3, 200, 200, rows)
+    assert sizes == (batch, 3, 3, 200, 200, rows, 64)
     assert plan.workspace_bytes(sizes) == [24 * -(-rows // 64) * 64]
     if batch == 2:
         assert packer(tensors, [1.0]) == packer(tensors, [1.0], lengths)
     too_many = torch.zeros(1, dtype=torch.int32).expand(2**24 + 1)  # 128 rows of each
     assert packer(tensors, [1.0], Lengths(too_many, too_many)) is None
-    with pytest.raises(UsageError, match=r"axis of size 5 in .* enum Size, 0 to 4"):
+    with pytest.raises(UsageError, match=r"axis of size 5 in .* is one of 0, 1, 2, 3, 4 and 6,"):
         launch.read_plan(padded, 132)
-    padded.kernels[0].grid[0] = launch.Extent(SIZE_PADDED_Q + 1, 64)
-    with pytest.raises(UsageError, match=r"axis of size 6 in .* enum Size, 0 to 5"):
+    padded.kernels[0].grid[0] = launch.Extent(launch.COLUMNS + 1, 64)
+    with pytest.raises(UsageError, match=r"size 7 in .* is one of 0, 1, 2, 3, 4, 5 and 6,"):
         launch.read_plan(padded, 132, True)
 
 
