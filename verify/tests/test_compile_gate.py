@@ -54,7 +54,7 @@ def test_every_step_is_compiled_in_its_own_dtypes(gate):
     for step in all_steps():
         specs = [spec for compiled_step, spec, _ in compiled if compiled_step == step]
         assert {spec.dtype for spec in specs} == set(step.limits.dtypes)
-        dims = {dim for dim in (64, 128, 256) if dim <= step.limits.highest_head_dim}
+        dims = {dim for dim in compile_gate.HEAD_DIMS if dim <= step.limits.highest_head_dim}
         assert {spec.head_dim for spec in specs} == dims
         assert {spec.causal for spec in specs} == {False, True}
         assert step.limits.arch in {
