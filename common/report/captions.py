@@ -83,6 +83,10 @@ def rounds(cells: Iterable[dict]) -> str:
         for each in cell["attentions"].values()
         if "samples_ms" in each
     }
+    return _rounds(counts)
+
+
+def _rounds(counts: set[int]) -> str:
     least, most = min(counts), max(counts)
     return f"{most if least == most else f'{least} to {most}'} interleaved rounds per cell"
 
@@ -90,14 +94,11 @@ def rounds(cells: Iterable[dict]) -> str:
 def how_measured(measured: Cells, ratios: Callable[[dict], dict[str, float]]) -> str:
     """The end of the caption of a table of cells; ratios by cell follow from a record."""
     cells = measured.record["cells"]
-    states = [cells[0]["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
-    rounds = {len(samples) for cell in cells for samples in cell["samples_ms"].values()}
-    least, most = min(rounds), max(rounds)
+    counts = {len(samples) for cell in cells for samples in cell["samples_ms"].values()}
     apart = ", the slow ones apart" if any(cell.get("slow") for cell in cells) else ""
     text = (
-        f"Median of {most if least == most else f'{least} to {most}'} interleaved rounds per cell"
-        f"{apart}, L2 flushed before each call. In bold: no slower than the fastest peer. "
-        f"{device_states(states)}"
+        f"Median of {_rounds(counts)}{apart}, L2 flushed before each call. In bold: no slower than "
+        f"the fastest peer. {states_of(cells)}"
     )
     if measured.previous:
         before = summary(ratios(measured.previous))
