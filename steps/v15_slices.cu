@@ -9,8 +9,8 @@
 //     products. Predicted: at 512 0.8 times the TFLOP/s of v11 at 256, for a block does what it does
 //     there, and moves S and P
 // limits: bf16, fp16; head_dim 8-1024 by 8; sm_90a
-#include "cluster.cuh"
 #include "mma.cuh"
+#include "slices.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 #include "wgmma.cuh"

@@ -42,7 +42,7 @@ def params_type(operation: Operation) -> type[ctypes.Structure]:
 
 
 PADDED_Q, MOST_TILE_ROWS = len(SIZES), 128  # as in lengths.h
-COLUMNS = len(SIZES) + 1  # as in cluster.cuh
+COLUMNS = len(SIZES) + 1  # as in slices.cuh
 
 
 class LengthsParams(ctypes.Structure):

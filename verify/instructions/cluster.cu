@@ -2,7 +2,7 @@
 // change: none; this is the kernel of verify/tests/test_cluster.py
 // why: to see that the CPU twins of the instructions do what a GPU does
 // limits: bf16, fp16; head_dim 64-64 by 8; sm_90
-#include "cluster.cuh"
+#include "slices.cuh"
 
 constexpr int THREADS = 64, WARPS = THREADS / 32;
 constexpr int ROUNDS = 7, STAGES = 2;

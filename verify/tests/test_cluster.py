@@ -200,7 +200,7 @@ def test_a_mistake_is_found(tmp_path, mistake):
             assert not (exchange(CpuBackend(seed), wrong) and exchange(CpuBackend(seed + 1), wrong))
 
 
-GLOBALS = '#include "cluster.cuh"'
+GLOBALS = '#include "slices.cuh"'
 LAYOUT = """
     alignas(128) float source[32];
     alignas(128) float copied[32];

@@ -222,10 +222,10 @@ def test_slices_of_columns(tile, slices):
 
 
 def test_columns_is_the_same_number_everywhere():
-    """In Python, in pack.cpp, and in both cluster.cuh, whose SEQ_K + 2 leaves PADDED_Q out."""
+    """In Python, in pack.cpp, and in both slices.cuh, whose SEQ_K + 2 leaves PADDED_Q out."""
     assert launch.COLUMNS == SIZE_SEQ_K + 2 == SIZE_PADDED_Q + 1
     for twin in ("device", "simt"):
-        text = (ROOT / "common" / "runtime" / twin / "cluster.cuh").read_text()
+        text = (ROOT / "common" / "runtime" / twin / "slices.cuh").read_text()
         assert "constexpr Size COLUMNS = Size(SEQ_K + 2);" in text
 
 

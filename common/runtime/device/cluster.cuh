@@ -18,10 +18,6 @@
 #pragma once
 #include "tma.cuh"
 
-// One more size for grids: the columns of a head. In slices of so many for the blocks of a cluster, it is
-// the first axis of a grid whose blocks of a cluster share a work tile.
-constexpr Size COLUMNS = Size(SEQ_K + 2);
-
 // The block's number in its cluster.
 __device__ inline int cluster_rank() {
     int rank;
@@ -91,24 +87,6 @@ __device__ inline void cp_async_bulk_tensor_load_multicast(Element* to_shared, c
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
         "l"(&map), "r"(d), "r"(row), "r"(head), "r"(batch), "r"(full), "h"(ranks)
-        : "memory");
-}
-
-// Starts a store of four floats to the shared memory of the block with this rank, where their 16 bytes
-// count towards the mbarrier's phase. The address must be 16-byte aligned. The addresses there are
-// computed each time: kept from one tile to the next they would take registers.
-__device__ inline void st_async(float (&to_shared)[4], float4 x, Mbarrier& barrier, int rank) {
-    const uint32_t to = __cvta_generic_to_shared(to_shared);
-    const uint32_t full = __cvta_generic_to_shared(&barrier);
-    asm volatile(
-        "{\n"
-        ".reg .b32 to, full;\n"
-        "mapa.shared::cluster.u32 to, %0, %6;\n"
-        "mapa.shared::cluster.u32 full, %5, %6;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%1, %2, %3, %4}, "
-        "[full];\n"
-        "}" ::"r"(to),
-        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(full), "r"(rank)
         : "memory");
 }
 

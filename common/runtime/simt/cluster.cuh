@@ -1,11 +1,9 @@
 // Clusters, for the host compiler: the twin of common/runtime/device/cluster.cuh. The blocks of a
 // cluster run on one OS thread, in an order drawn from the seed; cluster_blocks.h has them. A copy
-// to another block's shared memory lands as a load does there, and reads its source then; a store
-// lands so, too. mbarrier.cpp has the arrivals and the wait, tma.cpp the copies and the stores.
+// to another block's shared memory lands as a load does there, and reads its source then.
+// mbarrier.cpp has the arrivals and the wait, tma.cpp the copies.
 #pragma once
 #include "tma.cuh"
-
-constexpr Size COLUMNS = Size(SEQ_K + 2);
 
 int cluster_rank();
 
@@ -32,9 +30,6 @@ inline void cp_async_bulk_tensor_load_multicast(Element* to_shared, const Tensor
                                                 simt::Site site = simt::Site::here()) {
     simt::start_multicast(to_shared, map, {4, {d, row, head, batch}}, barrier, ranks, site);
 }
-
-void st_async(float (&to_shared)[4], float4 x, Mbarrier& barrier, int rank,
-              simt::Site site = simt::Site::here());
 
 void cp_async_bulk_cluster(void* to_shared, const void* from_shared, int bytes, Mbarrier& barrier,
                            int rank, simt::Site site = simt::Site::here());
