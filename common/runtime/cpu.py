@@ -159,12 +159,17 @@ class CpuBackend:
         return step.limits.refusal(spec)
 
     def build(self, step: Step, spec: Specialization) -> Path:
-        flags = [
-            *_runtime(self.sanitize),  # before the flag that says that all further files are C++
+        code_flags = (
             *_flags(self.sanitize),
             *STEP_FLAGS,
             *_nan_flags(host_compiler()),
             *([] if self.sanitize else _race_flags(host_compiler())),
+        )
+        flags = [
+            *_runtime(self.sanitize),  # before the flag that says that all further files are C++
+            *code_flags,
+            *_precompiled(code_flags),
+            *_link_flags(),
             *spec.defines,
         ]
         name = f"{step.path.stem}_{spec}_simt{'_sanitize' if self.sanitize else ''}"
@@ -341,6 +346,13 @@ def _flags(sanitize: bool) -> tuple[str, ...]:
     return COMMON_FLAGS + (SANITIZED_FLAGS if sanitize else ())
 
 
+def _link_flags() -> list[str]:
+    """Flags for a faster linker than GNU's usual one, which takes a quarter of what it takes to
+    compile a mutant. It comes with many binutils, but not with all.
+    """
+    return ["-fuse-ld=gold"] if sys.platform == "linux" and shutil.which("ld.gold") else []
+
+
 def _nan_flags(compiler: tuple[str, ...]) -> list[str]:
     """Flags that make g++ on Linux initialize local variables with NaN.
 
@@ -370,6 +382,24 @@ def _race_flags(compiler: tuple[str, ...]) -> list[str]:
     if "clang" in compiler_version(*compiler):
         return ["-Xclang", "-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"]
     return ["-Wp,-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+
+
+def _precompiled(code_flags: tuple[str, ...]) -> list[str]:
+    """Flags by which g++ finds the headers of language.h compiled, with the same flags.
+
+    Where it cannot use them it takes the file without .gch, which is empty: the step includes those
+    headers itself. Looked up each time, as headers may change while this process lives, and what is
+    compiled of old ones does not go with new ones.
+    """
+    if "clang" in compiler_version(*host_compiler()):
+        return []
+    flags = [*code_flags, "-x", "c++-header", "-c"]
+    name = "language.h.gch"
+    found = compile_cached(host_compiler(), flags, SIMT_DIR / "language.h", SIMT_DIR, name)
+    empty = found.path.with_suffix("")
+    if not empty.exists():
+        empty.touch()
+    return ["-include", str(empty)]
 
 
 @cache

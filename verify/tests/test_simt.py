@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+
 import numpy as np
 import pytest
 import torch
@@ -285,6 +288,33 @@ def test_what_was_printed_precedes_a_report(tmp_path):
     step = write_step(tmp_path, "print", 'if (t == 0) printf("here\\n"), p.o[16] = 5;')
     with pytest.raises(SimtError, match=r"here\n(here\n)?out-of-bounds write"):
         run(step, CpuBackend())
+
+
+def test_a_step_is_linked_with_whatever_linker_there_is(tmp_path, monkeypatch):
+    step = write_step(tmp_path, "linked", "if (block == 0 && t == 0) p.lse[0] = 1;")
+    monkeypatch.setattr(cpu, "_link_flags", lambda: [])
+    _, lse = run(step, CpuBackend())
+    assert lse == 1
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_headers_are_compiled_once(tmp_path, sanitize):
+    """As g++ says with -H; where other flags do not allow it, it compiles them again."""
+    code_flags = (*cpu._flags(sanitize), "-O1")
+    precompiled = cpu._precompiled(code_flags)
+    if not precompiled:
+        pytest.skip("only with g++")
+    source = tmp_path / "step.cu"
+    source.write_text('#include "cuda.h"\nuint3 a;\n')
+
+    def included(*flags: str) -> str:
+        more = ["-DHEAD_DIM=8", "-fsyntax-only", "-H", f"-I{cpu.SIMT_DIR}", str(source)]
+        command = [*cpu.host_compiler(), *flags, *precompiled, *more]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+    assert re.search(r"^! .*language-\w+\.h\.gch$", included(*code_flags), re.MULTILINE)
+    assert "cuda.h" not in included(*code_flags)
+    assert "cuda.h" in included(*code_flags, "-O0")
 
 
 def test_compile_errors(tmp_path):

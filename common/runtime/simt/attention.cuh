@@ -10,7 +10,7 @@
 //
 //     backward.cuh  instead of this one, in steps of the backward ladder
 //     attention_lengths.cuh, backward_lengths.cuh    likewise, where steps take lengths and windows
-//     elements.cuh  what all of them begin with
+//     elements.cuh  what all of them begin with      language.h   its part without macros
 //     cuda.h        keywords, vector types, maths    element.h    bf16 and fp16
 //     warp.h        shuffles and votes               block.h      __syncthreads, shared memory
 //     vector.h      16-byte accesses                 copy.cuh     16-byte copies, cp.async
