@@ -154,6 +154,16 @@ FAULTS = [
         r"stack overflow .* \(faults.cu:\d+\): .* in thread",
     ),
     Fault(
+        "stack_overflow_of_the_first",
+        "if (t == 0) p.lse[0] = deep(10000);",
+        r"stack overflow .*, thread 0 .* in thread 0\b",
+    ),
+    Fault(
+        "stack_overflow_of_the_last",
+        "if (t == 47) p.lse[0] = deep(10000);",
+        r"stack overflow .*, thread 47 .* in thread 47\b",
+    ),
+    Fault(
         "endless_loop",
         "for (volatile int i = 0; t == 9; ) i = 0;",
         "time limit .*thread 9 @: still",

@@ -3,6 +3,7 @@
 #pragma once
 #include <stdint.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "memory.h"
@@ -41,12 +42,15 @@ class AsyncView {
     // The thread's fence publishes what it has written. Only wrappers record a writer, so words
     // with none may be the thread's own and are published too.
     void publish(int thread) {
-        for (size_t first = 0; first < writers.size(); first += STRETCH) {
-            const size_t end = first + STRETCH < writers.size() ? first + STRETCH : writers.size();
-            if (num_written[first / STRETCH] == 0) {  // the common case
+        for (size_t first = 0, end; first < writers.size(); first = end) {
+            end = first;
+            while (end < writers.size() && num_written[end / STRETCH] == 0) end += STRETCH;
+            if (end > first) {  // the common case
+                end = std::min(end, writers.size());
                 show(first, end);
                 continue;
             }
+            end = std::min(first + STRETCH, writers.size());
             for (size_t word = first; word < end; ++word) {
                 if (writers[word] != NOBODY && writers[word] != thread) continue;
                 show(word, word + 1);

@@ -21,6 +21,16 @@ void join(Epoch* to, const Epoch* from, size_t size) {
     }
 }
 
+// Of the epochs of a warp's lanes, how many are not before this one.
+int count_from(const Epoch* lanes, Epoch epoch) {
+    EpochVector counts = {};
+    for (size_t i = 0; i < WARP_SIZE; i += VECTOR)  // true is -1
+        counts -= *reinterpret_cast<const EpochVector*>(lanes + i) >= epoch;
+    int count = 0;
+    for (size_t i = 0; i < VECTOR; ++i) count += counts[i];
+    return count;
+}
+
 // The shared memory of the running block; none outside of one.
 constinit thread_local uintptr_t tracked_begin = 0;
 constinit thread_local size_t tracked_bytes = 0;
@@ -76,6 +86,7 @@ void Races::begin_block() {
     copies_out.clear();
     order_block();
     waits.clear();
+    after_wait.assign(num_threads, false);
 }
 
 void Races::become_current() const {
@@ -170,9 +181,11 @@ void Races::start_copy(const Races& from, size_t offset, size_t bytes, Site site
     });
 }
 
-bool Races::after_kernel_wait() const {
+bool Races::after_kernel_wait() {
+    if (after_wait[running_thread]) return true;
     for (const Event& wait : waits)
-        if (wait.epoch <= block_known || ordered(wait, self())) return true;
+        if (wait.epoch <= block_known || ordered(wait, self()))
+            return after_wait[running_thread] = true;
     return false;
 }
 
@@ -243,12 +256,12 @@ bool Races::ordered(const Event& earlier, Party party) const {
     const int lanes = other.is_warp ? WARP_SIZE : 1;
     const int needed = other.as_a_whole ? 1 : lanes;
     for (int i = 0; i < (party.is_warp ? WARP_SIZE : 1); ++i) {
-        const Epoch* clock = clocks.of(party.thread + i);
-        int known = 0;
-        for (int j = 0; j < lanes; ++j) {
-            const bool is_self = other.thread + j == party.thread + i;
-            known += is_self || clock[other.thread + j] >= earlier.epoch;
-        }
+        const Epoch* clock = clocks.of(party.thread + i) + other.thread;
+        // A thread's own epoch in its clock may be late.
+        const int self = party.thread + i - other.thread;
+        const bool is_among = self >= 0 && self < lanes;
+        int known = is_among && clock[self] < earlier.epoch;
+        known += other.is_warp ? count_from(clock, earlier.epoch) : *clock >= earlier.epoch;
         if (known < needed) return false;
     }
     return true;

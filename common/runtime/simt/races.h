@@ -161,7 +161,7 @@ class Races {
     // It has executed griddepcontrol_wait. Whether some such wait comes before all that it does next,
     // and whether there was any in the block.
     void note_kernel_wait(Site site) { waits.push_back({current[running_thread], self(), site}); }
-    bool after_kernel_wait() const;
+    bool after_kernel_wait();
     bool has_kernel_wait() const { return !waits.empty(); }
 
   private:
@@ -261,6 +261,7 @@ class Races {
     std::vector<Event> arrivals;  // of other blocks' threads, the latest of each
     std::vector<CopyOut> copies_out;
     std::vector<Event> waits;       // the block's griddepcontrol_waits
+    std::vector<bool> after_wait;   // of each thread: whether one is known to come before
     std::vector<Epoch> current;     // of each thread
     std::vector<Epoch> warp_known;  // what a warp's lanes did up to then comes before all they do
     Epoch block_known = 0;          // likewise of the block

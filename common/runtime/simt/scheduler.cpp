@@ -19,13 +19,13 @@ Worker::Worker(const Launch& launch, Grid& grid, Cluster& cluster, ClusterClocks
       smem_async_view(smem),
       smem_races(smem, launch.num_threads, running, clocks, rank),
       threads(launch.num_threads),
+      stacks(launch.num_threads * STACK_STRIDE, STACK_GUARD_BYTES, PROT_NONE),
       block_group{0, launch.num_threads},
       register_pool(launch.num_threads),
       random(0) {
-    stacks.reserve(launch.num_threads);
     for (int i = 0; i < launch.num_threads; ++i) {
-        const GuardedPages& stack = stacks.emplace_back(STACK_BYTES, STACK_GUARD_BYTES);
-        threads[i].fiber = Fiber(stack.begin(), STACK_BYTES, run_threads);
+        stacks.allow(stack(i), stack(i) + STACK_BYTES, PROT_READ | PROT_WRITE);
+        threads[i].fiber = Fiber(stack(i), STACK_BYTES, run_threads);
     }
     for (int i = 0; i < launch.num_threads; i += WARP_SIZE) {
         const int lanes = launch.num_threads - i;
@@ -128,16 +128,15 @@ void Worker::make_runnable(int thread) {
 }
 
 int Worker::overflowed_stack(const std::byte* address) const {
-    for (int i = 0; i < launch.num_threads; ++i) {
-        if (stacks[i].guards(address)) return i;
-    }
-    return NO_THREAD;
+    const size_t above_lowest_guard = address - (stacks.begin() - STACK_GUARD_BYTES);
+    const size_t thread = above_lowest_guard / STACK_STRIDE;
+    return thread < threads.size() ? static_cast<int>(thread) : NO_THREAD;
 }
 
 bool Worker::on_stack(uintptr_t frame) const {
     if (running == NO_THREAD || frame % sizeof(frame)) return false;
-    const GuardedPages& stack = stacks[running];
-    return uintptr_t(stack.begin()) <= frame && frame + 2 * sizeof(frame) <= uintptr_t(stack.end());
+    const auto begin = reinterpret_cast<uintptr_t>(stack(running));
+    return begin <= frame && frame + 2 * sizeof(frame) <= begin + STACK_BYTES;
 }
 
 Report Worker::fault(const char* what) const {
@@ -243,11 +242,14 @@ void Worker::land_stores(Thread& thread, size_t count) {
 }
 
 size_t Worker::sort_loads() {
+    if (loads.empty()) return 0;
     std::vector<int> mbarriers;  // that threads wait for
-    for (const Thread& thread : threads)
-        if (thread.state == Thread::WAITING &&
-            std::ranges::count(mbarriers, thread.operation.mbarrier) == 0)
-            mbarriers.push_back(thread.operation.mbarrier);
+    int latest = -1;             // of a neighbour, which mostly waits for the same; -1: for none
+    for (const Thread& thread : threads) {
+        if (thread.state != Thread::WAITING || thread.operation.mbarrier == latest) continue;
+        latest = thread.operation.mbarrier;
+        if (std::ranges::count(mbarriers, latest) == 0) mbarriers.push_back(latest);
+    }
     size_t awaited = 0;
     for (BulkCopy& load : loads)
         if (std::ranges::count(mbarriers, load.mbarrier)) std::swap(load, loads[awaited++]);

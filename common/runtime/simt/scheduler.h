@@ -124,7 +124,7 @@ class Worker {
     const std::vector<BlockWait>& block_waits() const { return all_block_waits; }
 
     // Whether what the running thread does now comes after the end of the kernels in front.
-    bool has_waited_for_kernels() const {
+    bool has_waited_for_kernels() {
         // A load that lands was looked at when it started.
         return !launch.starts_early || running == NO_THREAD || smem_races.after_kernel_wait();
     }
@@ -177,6 +177,10 @@ class Worker {
 
     static constexpr size_t STACK_BYTES = size_t{1} << 18;
     static constexpr size_t STACK_GUARD_BYTES = size_t{1} << 16;
+    static constexpr size_t STACK_STRIDE = STACK_BYTES + STACK_GUARD_BYTES;
+
+    // A thread's. All lie in one mapping, as hundreds took long to make: below each is its guard.
+    std::byte* stack(int thread) const { return stacks.begin() + thread * STACK_STRIDE; }
 
     // A fiber outlives its thread: resumed after the thread has exited, it runs a thread of the
     // next block.
@@ -212,7 +216,7 @@ class Worker {
     std::vector<BulkCopy> loads;  // in flight
     BankCounter bank_counter;
     std::vector<Thread> threads;
-    std::vector<GuardedPages> stacks;
+    GuardedPages stacks;
     Group block_group;
     std::vector<Group> warp_groups, warpgroup_groups;
     std::vector<WgmmaState> wgmma_states;  // of each warp
