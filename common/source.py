@@ -25,17 +25,22 @@ _TOKEN = re.compile(
 )
 
 
+# The same headers are asked about again and again: by each step, and by each mutant of one.
+_resolve = lru_cache(maxsize=256)(Path.resolve)
+_included_names = lru_cache(maxsize=256)(_INCLUDE.findall)
+
+
 def included_headers(source: Path, include_dir: Path) -> list[Path]:
     """The headers that a source includes in quotation marks, directly or not."""
     found: set[Path] = set()
 
     def visit(path: Path) -> None:
-        for name in _INCLUDE.findall(path.read_text(encoding="utf-8")):
+        for name in _included_names(path.read_text(encoding="utf-8")):
             header = next(
                 (p for p in (path.parent / name, include_dir / name) if p.is_file()), None
             )
-            if header and header.resolve() not in found:
-                found.add(header.resolve())
+            if header and _resolve(header) not in found:
+                found.add(_resolve(header))
                 visit(header)
 
     visit(source)

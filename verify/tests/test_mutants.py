@@ -6,15 +6,19 @@ every one of them.
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from common.catalog import all_steps, find_step
 from common.errors import UsageError
+from common.operation import Operation
 from common.patch import read_patch
 from common.paths import ROOT
 from common.runtime import cpu
 from common.runtime.cpu import CpuBackend
 from common.step import read_step
+from verify.case import Case
 from verify.cases import find_cases
 from verify.check import check_case
 from verify.tests.on_cpu import on_cpu
@@ -30,6 +34,12 @@ ORIGINALS = sorted(
 )
 
 
+@cache
+def cases_named(names: str, operation: Operation, lengths: bool) -> tuple[Case, ...]:
+    """Many mutants have the same ones, and find_cases() makes all there are."""
+    return find_cases(names.split(), operation, lengths=lengths)
+
+
 @pytest.fixture
 def without_optimization(monkeypatch):
     """A mutant runs once or twice: compiling it took longer than all the rest."""
@@ -39,7 +49,7 @@ def without_optimization(monkeypatch):
 @pytest.mark.parametrize(("name", "case"), ORIGINALS)
 def test_accepted(name, case):
     step = find_step(name)
-    result = on_cpu(step, *find_cases([case], step.operation, lengths=step.takes_lengths))
+    result = on_cpu(step, *cases_named(case, step.operation, step.takes_lengths))
     assert result.passed, str(result)
 
 
@@ -50,8 +60,8 @@ def test_rejected(path):
     assert patch.header["breaks"]
     mutant = read_step(patch.write())
     assert mutant.name == path.stem
-    names = patch.header["cases"].split()
-    for case in find_cases(names, mutant.operation, lengths=mutant.takes_lengths):
+    names = patch.header["cases"]
+    for case in cases_named(names, mutant.operation, mutant.takes_lengths):
         backend = CpuBackend(0)
         backend.build(mutant, case.specialization)  # what does not compile is not rejected
         result = check_case(mutant, case, [backend])

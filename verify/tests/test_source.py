@@ -63,6 +63,18 @@ def test_headers_count_wherever_they_are(tmp_path, monkeypatch):
     assert code_sha256(step) != before
 
 
+def test_headers_are_those_of_the_files_as_they_are_now(tmp_path):
+    step, first, second = (tmp_path / name for name in ("v01_x.cu", "first.cuh", "second.cuh"))
+    step.write_text('#include "first.cuh"\n')
+    first.write_text("")
+    second.write_text("")
+    assert included_headers(step, tmp_path) == [first]
+    first.write_text('#include "second.cuh"\n')
+    assert included_headers(step, tmp_path) == [first, second]
+    step.write_text('#include "second.cuh"\n')
+    assert included_headers(step, tmp_path) == [second]
+
+
 PYTHON = '"""Doc."""\n\n\ndef f(a):\n    """Says what."""\n    return f"{a} # no" + "x"  # why\n'
 
 
