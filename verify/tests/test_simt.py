@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 
 import numpy as np
@@ -315,6 +316,19 @@ def test_headers_are_compiled_once(tmp_path, sanitize):
     assert re.search(r"^! .*language-\w+\.h\.gch$", included(*code_flags), re.MULTILINE)
     assert "cuda.h" not in included(*code_flags)
     assert "cuda.h" in included(*code_flags, "-O0")
+
+
+def test_changed_headers_are_compiled_again(tmp_path, monkeypatch):
+    """Also while a process lives: those of before would define everything twice."""
+    headers = tmp_path / "simt"
+    shutil.copytree(cpu.SIMT_DIR, headers)
+    monkeypatch.setattr(cpu, "SIMT_DIR", headers)
+    before = cpu._precompiled(cpu.COMMON_FLAGS)
+    if not before:
+        pytest.skip("only with g++")
+    assert cpu._precompiled(cpu.COMMON_FLAGS) == before
+    (headers / "site.h").write_text((headers / "site.h").read_text() + "// changed\n")
+    assert cpu._precompiled(cpu.COMMON_FLAGS) != before
 
 
 def test_compile_errors(tmp_path):
