@@ -156,11 +156,13 @@ def bench_distributions() -> int:
 
 
 def bench_large_head_dim() -> int:
-    """Measures the step for large head_dim and the peers at head_dim 256 and more."""
+    """Measures each ladder's step for large head_dim and the peers at head_dim 256 and more."""
     _require_gpu()
     from .bench.large_head_dim import measure_large_head_dim
 
-    print(large_head_dim_table.large_head_dim(_after_recording(measure_large_head_dim())))
+    for operation in OPERATIONS.values():
+        record_set = _after_recording(measure_large_head_dim(operation))
+        print(large_head_dim_table.large_head_dim(record_set, operation))
     _report_regenerated()
     return 0
 

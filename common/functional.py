@@ -132,8 +132,8 @@ def attention(
     Raises:
         UsageError: the inputs are inconsistent, have a tangent of forward-mode AD, or are not
             supported by the step or the device. Also in the backward pass, where no step can
-            compute the gradients, as with a head_dim above 256, or above 128 with a window or
-            seqused_k, and where a second derivative is asked for.
+            compute the gradients, as with a head_dim above 128 and a window or seqused_k, and where
+            a second derivative is asked for.
 
     It keeps q, k, v, o, lse and seqused_k for the backward pass, which computes all three
     gradients, with the layouts of q, k and v, and copies the gradient of o where the step cannot

@@ -309,11 +309,17 @@ def _grid_record(operation: Operation) -> dict:
 
 
 GRID_RECORD = ByOperation(_grid_record)
-LARGE_HEAD_DIM_RECORD = {
-    **_grid_record(FORWARD),
-    "sources": lambda value: find_error(value, {EACH: _CODE}) is None and len(value) == 2,
-    "cells": _some([{**cell_form(FORWARD), "routes": {EACH: str}}]),
-}
+
+
+def _large_head_dim_record(operation: Operation) -> dict:
+    return {
+        **_grid_record(operation),
+        "sources": lambda value: find_error(value, {EACH: _CODE}) is None and len(value) == 2,
+        "cells": _some([{**cell_form(operation), "routes": {EACH: str}}]),
+    }
+
+
+LARGE_HEAD_DIM_RECORD = ByOperation(_large_head_dim_record)
 _COMPARED = {
     **dict.fromkeys(("time_ms", "time_p25_ms", "time_p75_ms", "tflops"), _positive),
     "samples_ms": _some([_positive]),

@@ -37,7 +37,6 @@ HEADLINE_GPU = "h200"  # the folder whose records README.md and worklog.md show
 # In the folder of a GPU.
 DISTRIBUTIONS_FILE = "distributions.json"
 DECODE_FILE = "decode.json"
-LARGE_HEAD_DIM_FILE = "large_head_dim.json"
 LATENCY_FILE = "latency.json"
 TRAIN_FILE = "train.json"
 PICTURES_FILE = "pictures.json"
@@ -100,6 +99,11 @@ def gpus_folder(device: str, gpus: int) -> str:
 def grid_file(operation: Operation) -> str:
     """The name of the record of a ladder's grid, in the folder of a GPU."""
     return f"{operation.named('grid')}.json"
+
+
+def large_head_dim_file(operation: Operation) -> str:
+    """The name of the record of an operation at head_dim 256 and more, in the folder of a GPU."""
+    return f"{operation.named('large_head_dim')}.json"
 
 
 def lengths_file(operation: Operation) -> str:

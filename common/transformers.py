@@ -385,7 +385,7 @@ def _refusal(
             f"q, k and v must have one head_dim, {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in multiples "
             f"of {HEAD_DIMS.step}, not {', '.join(map(str, sorted(head_dims)))}"
         )
-    if query.shape[3] > LARGE_HEAD_DIM:  # not every dtype, device or gradient has a step then
+    if query.shape[3] > LARGE_HEAD_DIM:  # not every dtype or device has a step then
         reason = _refusal_of_steps(*_conditions(query, key, value), False)
         if reason:
             return reason

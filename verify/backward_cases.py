@@ -17,7 +17,7 @@ from verify.gradients import (
     scaled_gradient,
     zero_in_places,
 )
-from verify.inputs import Inputs, negative_logits, normal, one_hot
+from verify.inputs import Inputs, equal_keys, negative_logits, normal, one_hot
 from verify.layouts import Layout, contiguous, expanded, expanded_rows, packed, padded, transposed
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -85,6 +85,33 @@ _OWN = (
     Case(
         "head_dim_256_dout_of_all_sizes",
         Shape(1, 2, 1, 140, 130, 256),
+        FP16,
+        causal=True,
+        dout=rows_of_all_sizes,
+    ),
+    # Above 256, the blocks of a cluster have slices of the columns: rows that end one before a
+    # multiple of 16, one key, one query, blocks of queries that see no key.
+    Case(
+        "head_dim_264_strided",
+        Shape(2, 2, 1, 79, 143, 264),
+        BF16,
+        layouts=layouts_of(transposed, padded, packed, contiguous),
+    ),
+    Case("head_dim_264_one_key", Shape(1, 2, 1, 33, 1, 264), BF16),
+    Case("head_dim_264_one_query", Shape(1, 4, 1, 1, 33, 264), BF16),
+    Case("head_dim_272_short_k", Shape(1, 2, 1, 140, 40, 272), BF16, causal=True),
+    Case(
+        "head_dim_272_keys_without_queries",
+        Shape(1, 1, 1, 79, 100, 272),
+        BF16,
+        causal=True,
+        saved=saved_without(slice(40, None)),
+    ),
+    # P is the same in all rows: rounded for dS, too, it would be a bias of dq and dk.
+    Case("head_dim_264_equal_keys", Shape(1, 1, 1, 60, 300, 264), BF16, inputs=equal_keys),
+    Case(
+        "head_dim_320_dout_of_all_sizes",
+        Shape(1, 2, 1, 95, 100, 320),
         FP16,
         causal=True,
         dout=rows_of_all_sizes,
@@ -212,6 +239,8 @@ _SMALLER = {
     "shares_256": {"shape": Shape(1, 1, 1, 70, 400, 256)},
     "sink": {"shape": Shape(1, 1, 1, 21, 4099, 64)},
     "walks_far_strided": {"shape": Shape(2, 2, 1, 35, 330, 72)},
+    # 776 times an integer is not exact in bf16: large logits would make any P pass.
+    "head_dim_776": {"inputs": normal, "softmax_scale": None},
 }
 
 

@@ -92,11 +92,10 @@ def load_splitting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[st
 def load_for_large_head_dim(
     operation: Operation, inputs: Inputs, *, causal: bool
 ) -> dict[str, Peer | str]:
-    """The peers of forward for large head_dim: ready to run, or why one is missing."""
-    assert operation == FORWARD
+    """The peers for large head_dim: ready to run, or why one is missing."""
     return {
         name: _try(partial(load, *inputs, causal=causal))
-        for name, load in LARGE_HEAD_DIM_LOADERS.items()
+        for name, load in LARGE_HEAD_DIM_LOADERS[operation].items()
     }
 
 
@@ -492,11 +491,14 @@ SPLITTING_LOADERS = {
     "sdpa_cudnn": partial(_sdpa, SDPA["sdpa_cudnn"], causal=False),
     FA3: _flash_attention_3_splitting,
 }
-# Those for large head_dim, of forward, by name.
+# Those for large head_dim, by operation and name.
 LARGE_HEAD_DIM_LOADERS = {
-    NAIVE: LOADERS[FORWARD][NAIVE],
-    EFFICIENT: partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
-    **{name: LOADERS[FORWARD][name] for name in ("sdpa_cudnn", FA3)},
+    operation: {
+        NAIVE: LOADERS[operation][NAIVE],
+        EFFICIENT: partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+        **{name: LOADERS[operation][name] for name in ("sdpa_cudnn", FA3)},
+    }
+    for operation, sdpa in ((FORWARD, _sdpa), (BACKWARD, _sdpa_backward))
 }
 # And those for lengths and windows, by operation.
 LENGTHS_LOADERS = {

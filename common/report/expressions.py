@@ -16,6 +16,7 @@
     distributions.d64_causal_fp16_normal_4.rescaled      a share of a cell
     large_head_dim.d512_causal_4096.v15  likewise, and ...v15.error, of head_dim 256 and more
     large_head_dim.over_256              of derived.LARGE_HEAD_DIM_FIGURES, of all its cells
+    large_head_dim_backward.mean         likewise, of gradients
     utilisation.d64_4096.v12.exp : .0%   in a cell of the grid, one of utilisation.shares()
     utilisation_backward.d64_4096.b10.tensor             likewise
     v06.sass.attention_forward.HMMA      one of derived.static_derived
@@ -78,8 +79,9 @@ _PEERS = {operation.named("peers"): operation for operation in OPERATIONS.values
 # By a name of the record set's cells: their operation, and their problems.
 _CELLS = {each.named("grid"): (each, each.grid) for each in OPERATIONS.values()} | {
     "distributions": (FORWARD, DISTRIBUTIONS),
-    "large_head_dim": (FORWARD, LARGE_HEAD_DIMS),
+    **{each.named("large_head_dim"): (each, LARGE_HEAD_DIMS) for each in OPERATIONS.values()},
 }
+_LARGE_HEAD_DIM = [each.named("large_head_dim") for each in OPERATIONS.values()]
 _UTILISATION = {each.named("utilisation"): each for each in OPERATIONS.values()}
 _SHARDED = re.compile(r"sharded_x(\d+)")
 _BY_OPERATION = [operation.name for operation in OPERATIONS.values()]
@@ -218,8 +220,8 @@ def _operand(text: str, record_set: RecordSet) -> _Value:
     if text[0].isdigit():
         return _Value(float(text))
     name, *keys = text.split(".")
-    if name == "large_head_dim" and len(keys) == 1:
-        return _large_head_dim_figure(record_set.large_head_dim, keys, text)
+    if name in _LARGE_HEAD_DIM and len(keys) == 1:
+        return _large_head_dim_figure(record_set.cells.get(name), keys, text)
     if name in _CELLS:
         return _cell_number(record_set, name, keys, text)
     if name in _UTILISATION:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..operation import FORWARD
+from ..operation import FORWARD, Operation
 from ..step import LARGE_HEAD_DIM
 from ..text import listed
 from . import rows
@@ -15,18 +15,18 @@ from .record_set import NOT_MEASURED, STALE, Cells, RecordSet
 from .rows import Row
 
 
-def large_head_dim(record_set: RecordSet) -> str:
+def large_head_dim(record_set: RecordSet, operation: Operation = FORWARD) -> str:
     """One row per head_dim and step: its TFLOP/s, the fastest peer's, and those over 256's."""
-    measured = record_set.large_head_dim
+    measured = record_set.cells.get(operation.named("large_head_dim"))
     if measured is None or measured.stale:
         return STALE if measured else NOT_MEASURED
-    found = rows.large_head_dim(record_set)
+    found = rows.large_head_dim(record_set, operation)
     columns = {
         ">head_dim": shown("head_dim"),
         "Step": shown("step"),
         **{f">{column}": _rates(column) for column in found[0]["by_column"]},
     }
-    return f"{table_of(columns, found)}\n\n{_conditions(measured, found)}"
+    return f"{table_of(columns, found)}\n\n{_conditions(measured, found, operation)}"
 
 
 def _rates(column: str) -> Cell:
@@ -47,7 +47,7 @@ def _rates(column: str) -> Cell:
     return cell
 
 
-def _conditions(measured: Cells, found: list[Row]) -> str:
+def _conditions(measured: Cells, found: list[Row], operation: Operation) -> str:
     record = measured.record
     step, narrow = record["sources"]
     peers = Counter(
@@ -67,7 +67,8 @@ def _conditions(measured: Cells, found: list[Row]) -> str:
         f"{summary(large_ratios(record))}. That is {fastest}. "
         f"{record['device']}, {record['dtype']}; {cell['batch'] * cell['seq']} tokens in sequences "
         f"of N, {cell['heads'] * cell['head_dim']} / head_dim heads, rounded down; "
-        f"{inputs(FORWARD)}; where the mask is causal, the operations of visible keys are counted. "
+        f"{inputs(operation)}; where the mask is causal, the operations of visible keys are "
+        "counted. "
         f"Peers: {routes(record['cells'])}. {missing(record['cells'])}"
         f"{how_measured(measured, large_ratios)}"
     )

@@ -259,7 +259,12 @@ GPU_TABLES = {
     "latency": tables.latency,
     "decoding": tables.decoding,
     "decode": decode_table.decode,
-    "large_head_dim": large_head_dim_table.large_head_dim,
+    **{
+        operation.named("large_head_dim"): partial(
+            large_head_dim_table.large_head_dim, operation=operation
+        )
+        for operation in OPERATIONS.values()
+    },
     **{
         operation.named("lengths"): partial(lengths_table.lengths, operation=operation)
         for operation in OPERATIONS.values()

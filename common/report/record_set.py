@@ -32,7 +32,6 @@ from ..record_schema import (
 from ..records import (
     DECODE_FILE,
     DISTRIBUTIONS_FILE,
-    LARGE_HEAD_DIM_FILE,
     LATENCY_FILE,
     PICTURES_FILE,
     SHARDED_FILE,
@@ -42,6 +41,7 @@ from ..records import (
     grid_file,
     host_hashes,
     is_stale,
+    large_head_dim_file,
     lengths_file,
     model_hashes,
     picture_hashes,
@@ -134,7 +134,7 @@ class RecordSet:
     experiments: Recorded
     static: Recorded  # steps and experiments, in the order of the worklog
     timelines: Recorded
-    # "grid" and "grid_backward", of shapes; "distributions", of the inputs; "large_head_dim"
+    # "grid", of shapes, and "large_head_dim", each also "_backward"; "distributions", of inputs
     cells: dict[str, Cells]
     decode: Whole | None  # of few queries on many keys
     lengths: dict[str, Whole]  # "lengths" and "lengths_backward", of packed sequences and windows
@@ -151,10 +151,6 @@ class RecordSet:
     @property
     def distributions(self) -> Cells | None:
         return self.cells.get("distributions")
-
-    @property
-    def large_head_dim(self) -> Cells | None:
-        return self.cells.get("large_head_dim")
 
     def of(self, operation: Operation) -> Ladder:
         """What there is of an operation."""
@@ -190,9 +186,12 @@ def load_record_set(folder: Path, root: Path) -> RecordSet:
         operation.named("grid"): _load_cells(folder / grid_file(operation), GRID_RECORD, steps)
         for operation in OPERATIONS.values()
     }
-    cells["large_head_dim"] = _load_cells(
-        folder / LARGE_HEAD_DIM_FILE, LARGE_HEAD_DIM_RECORD, steps
-    )
+    cells |= {
+        operation.named("large_head_dim"): _load_cells(
+            folder / large_head_dim_file(operation), LARGE_HEAD_DIM_RECORD, steps
+        )
+        for operation in OPERATIONS.values()
+    }
     lengths = {
         operation.named("lengths"): _load_whole(
             folder / lengths_file(operation), LENGTHS_RECORD, steps

@@ -299,14 +299,14 @@ def decode(record_set: RecordSet) -> list[Row]:
     return found
 
 
-def large_head_dim(record_set: RecordSet) -> list[Row]:
+def large_head_dim(record_set: RecordSet, operation: Operation = FORWARD) -> list[Row]:
     """A row for each head_dim and step, one that attention() takes at 256 in front of the other.
 
     by_column has for each mask and sequence the step's rate, peer, the fastest one's, its name,
     ratio, the step's rate over that, and over_256, of the step for large head_dim that over the
     other step's at 256; None for what is missing.
     """
-    cells = record_set.large_head_dim
+    cells = record_set.cells.get(operation.named("large_head_dim"))
     if cells is None or cells.stale:
         return []
     record = cells.record

@@ -163,7 +163,7 @@ def fake_large_head_dim(step: Step, narrow: Step) -> dict:
                 "causal": problem.causal,
                 "tflops": rates(problem),
                 "routes": {"sdpa_math": "torch, math", "sdpa_efficient": "torch"},
-                "errors": {step.name: {"o": 0.001}},
+                "errors": {step.name: {step.operation.outputs[0].name: 0.001}},
                 "slow": ["sdpa_math"],
             }
             for name, problem in LARGE_HEAD_DIMS.items()

@@ -10,7 +10,7 @@ import torch
 
 from common import UsageError, attention
 from common.catalog import all_steps, find_step
-from common.operation import FORWARD, OPERATIONS
+from common.operation import BACKWARD, FORWARD, OPERATIONS, Operation
 from common.operator import highest_step
 from common.runtime.cpu import CpuBackend
 from verify.layouts import contiguous, transposed
@@ -102,42 +102,65 @@ def _large_heads(head_dim: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(shape, generator=rng).to(torch.bfloat16) for shape in shapes)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_large_head_dim(causal: bool) -> None:
-    q, k, v = _large_heads(264)
-    assert highest_step(CpuBackend(), FORWARD, (q, k, v), causal).name == "v15"
-    smaller = tuple(t[..., :256].contiguous() for t in (q, k, v))
-    assert highest_step(CpuBackend(), FORWARD, smaller, causal).name != "v15"
-    o = attention(q, k, v, causal=causal)
-    visible = torch.ones(5, 70, dtype=torch.bool)
-    expected = torch.nn.functional.scaled_dot_product_attention(
+def _torch_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> torch.Tensor:
+    """Torch's attention, in float32."""
+    visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    return torch.nn.functional.scaled_dot_product_attention(
         *(t.float() for t in (q, k, v)),
-        attn_mask=visible.tril(70 - 5) if causal else None,
+        attn_mask=visible.tril(k.shape[2] - q.shape[2]) if causal else None,
         enable_gqa=True,
     )
+
+
+def _newest(operation: Operation, inputs: tuple[torch.Tensor, ...], causal: bool) -> str:
+    return highest_step(CpuBackend(), operation, inputs, causal, as_they_lie=False).name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_head_dim(causal: bool) -> None:
+    q, k, v = (t.requires_grad_() for t in _large_heads(264))
+    assert _newest(FORWARD, (q, k, v), causal) == "v15"
+    assert _newest(BACKWARD, (q, k, v), causal) == "b12"
+    o = attention(q, k, v, causal=causal)
+    expected = _torch_attention(q, k, v, causal)
     torch.testing.assert_close(o.float(), expected, atol=2**-8, rtol=2**-7)
-    assert torch.equal(o, attention(q, k, v, causal=causal, step="v15"))
+    dout = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype)
+    gradients = torch.autograd.grad(o, (q, k, v), dout)
+    of_torch = torch.autograd.grad(expected, (q, k, v), dout.float())
+    torch.testing.assert_close(gradients, of_torch, atol=2**-8, rtol=2**-7)
+    again = attention(q, k, v, causal=causal, step="v15", backward_step="b12")
+    assert torch.equal(o, again)
+    assert all(map(torch.equal, gradients, torch.autograd.grad(again, (q, k, v), dout)))
 
 
-def test_large_head_dim_has_no_gradients() -> None:
-    q, k, v = _large_heads(264)
-    o = attention(q.requires_grad_(), k, v)
-    with pytest.raises(UsageError, match=r"^no step can run these inputs: .*not 264$") as error:
-        o.sum().backward()
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("operation", [FORWARD, BACKWARD], ids=lambda operation: operation.name)
+def test_up_to_256_columns_are_not_sliced(operation: Operation, deterministic: bool) -> None:
+    for head_dim in (128, 256):
+        inputs = _large_heads(head_dim)
+        step = highest_step(
+            CpuBackend(), operation, inputs, False, deterministic, as_they_lie=False
+        )
+        assert not step.only_large_head_dim
 
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "told"),
     [
-        (torch.float32, 264, "v15 takes bf16, fp16, not fp32"),
-        (torch.bfloat16, 268, "v15 takes head_dim 8 to 1024 in multiples of 8, not 268"),
-        (torch.bfloat16, 1032, "v15 takes head_dim 8 to 1024 in multiples of 8, not 1032"),
+        (torch.float32, 264, "takes bf16, fp16, not fp32"),
+        (torch.bfloat16, 268, "takes head_dim 8 to 1024 in multiples of 8, not 268"),
+        (torch.bfloat16, 1032, "takes head_dim 8 to 1024 in multiples of 8, not 1032"),
     ],
 )
 def test_large_head_dim_that_no_step_takes(dtype: torch.dtype, head_dim: int, told: str) -> None:
-    with pytest.raises(UsageError, match=f"^no step can run these inputs: {told}; v"):
-        attention(*(t.to(dtype) for t in _large_heads(head_dim)))
+    inputs = tuple(t.to(dtype) for t in _large_heads(head_dim))
+    refused = "^no step can run these inputs: "
+    with pytest.raises(UsageError, match=f"{refused}v15 {told}; v"):
+        attention(*inputs)
+    with pytest.raises(UsageError, match=f"{refused}b12 {told}; b"):
+        _newest(BACKWARD, inputs, causal=False)
 
 
 def test_output_lies_like_q_and_lse_comes_on_request() -> None:

@@ -10,14 +10,14 @@ import torch
 
 from common import commands
 from common.bench import grid, large_head_dim, peers
-from common.bench.large_head_dim import CASES, chosen_steps
+from common.bench.large_head_dim import cases_of, chosen_steps
 from common.bench.peers import Peer, load_for_large_head_dim
 from common.catalog import all_steps, find_step
 from common.errors import UsageError
-from common.operation import FORWARD
+from common.operation import BACKWARD, FORWARD, OPERATIONS, Operation
 from common.problem import GRID, LARGE_HEAD_DIMS, TOKENS, Shape
 from common.record_schema import LARGE_HEAD_DIM_RECORD, find_error
-from common.records import read_record, write_record
+from common.records import large_head_dim_file, read_record, write_record
 from common.report import large_head_dim_table, rows
 from common.report.derived import (
     LARGE_HEAD_DIM_FIGURES,
@@ -33,7 +33,7 @@ from verify.cases import BF16, Case
 from verify.reference import attention_reference
 from verify.tests.fake_records import fake_grid, fake_large_head_dim
 
-STEP, NARROW = chosen_steps(all_steps())
+STEP, NARROW = chosen_steps(all_steps(), FORWARD)
 COLUMNS = ["N 4096", "N 16384", "N 4096, causal", "N 16384, causal"]
 TINY = Case("tiny", Shape(1, 2, 2, 96, 96, 320), BF16, causal=True)
 PEERS = ["sdpa_math", "sdpa_efficient", "sdpa_cudnn", "flash_attention_3"]
@@ -55,7 +55,10 @@ def test_cells():
         assert problem.dtype == "bf16"
     for name in ("d256_4096", "d256_causal_16384"):
         assert LARGE_HEAD_DIMS[name] == GRID[name]
-    assert [case.name for case in CASES] == list(LARGE_HEAD_DIMS)
+    for operation in OPERATIONS.values():
+        cases = cases_of(operation)
+        assert [case.name for case in cases] == list(LARGE_HEAD_DIMS)
+        assert {case.operation for case in cases} == {operation}
 
 
 def test_steps():
@@ -63,11 +66,23 @@ def test_steps():
     assert NARROW.is_candidate()
     assert (STEP.operation, NARROW.operation) == (FORWARD, FORWARD)
     older = replace(STEP, name="v00")
-    assert chosen_steps([older, *all_steps()]) == (STEP, NARROW)
+    assert chosen_steps([older, *all_steps()], FORWARD) == (STEP, NARROW)
     with pytest.raises(UsageError, match="there is no forward step for large head_dim"):
-        chosen_steps([NARROW])
-    with pytest.raises(UsageError, match=r"there is no forward step that attention\(\) takes"):
-        chosen_steps([STEP])
+        chosen_steps([NARROW], FORWARD)
+    narrower = replace(NARROW, limits=replace(NARROW.limits, highest_head_dim=128))
+    told = r"there is no forward step that attention\(\) takes at head_dim 256"
+    for others in ([STEP], [STEP, narrower]):
+        with pytest.raises(UsageError, match=told):
+            chosen_steps(others, FORWARD)
+
+
+def test_steps_of_gradients():
+    """b10, which attention() takes up to 128, is no step for 256."""
+    large, narrow = chosen_steps(all_steps(), BACKWARD)
+    assert large.only_large_head_dim
+    assert narrow.is_candidate()
+    assert (large.operation, narrow.operation) == (BACKWARD, BACKWARD)
+    assert narrow.limits.highest_head_dim == 256
 
 
 # ---- peers
@@ -90,6 +105,12 @@ def test_peers(monkeypatch):
     assert isinstance(math, Peer)
     o, _ = attention_reference(q, k, v, causal=True, softmax_scale=320**-0.5)
     assert torch.allclose(math.call().double(), o, atol=1e-5)
+    dout = torch.randn(q.shape, generator=rng)
+    lse = torch.zeros(1, 2, 8)
+    found = load_for_large_head_dim(BACKWARD, (q, k, v, o.float(), lse, dout), causal=True)
+    assert list(found) == PEERS
+    assert isinstance(found["sdpa_math"], Peer)
+    assert [gradient.shape for gradient in found["sdpa_math"].call()] == [q.shape] * 3
     assert peers._sdpa_route(peers.SDPBackend.EFFICIENT_ATTENTION).endswith(", memory-efficient")
 
 
@@ -114,7 +135,7 @@ def measure_all(monkeypatch, tmp_path):
     monkeypatch.setattr(grid, "measure_ceiling", lambda device: fake_grid(STEP)["ceiling"])
     monkeypatch.setattr(grid, "versions", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(grid, "PROFILES_DIR", tmp_path)
-    return lambda: (large_head_dim.measure_large_head_dim(), measured, backend)
+    return lambda: (large_head_dim.measure_large_head_dim(FORWARD), measured, backend)
 
 
 def test_record(measure_all, tmp_path):
@@ -175,15 +196,19 @@ def test_measured_cell(without_a_gpu):
 
 
 def test_command(monkeypatch, tmp_path, capsys):
-    path = tmp_path / "profiles/h200/large_head_dim.json"
-    write_record(path, fake_large_head_dim(STEP, NARROW))
-    monkeypatch.setattr(large_head_dim, "measure_large_head_dim", lambda: path)
+    def measure(operation: Operation):
+        path = tmp_path / "profiles/h200" / large_head_dim_file(operation)
+        write_record(path, fake_large_head_dim(*chosen_steps(all_steps(), operation)))
+        return path
+
+    monkeypatch.setattr(large_head_dim, "measure_large_head_dim", measure)
     monkeypatch.setattr(commands, "ROOT", tmp_path)
     monkeypatch.setattr(commands, "_require_gpu", lambda: None)
     monkeypatch.setattr(commands, "_report_regenerated", lambda: None)
     assert commands.bench_large_head_dim() == 0
     out = capsys.readouterr().out
     assert out.startswith("recorded profiles/h200/large_head_dim.json\n| head_dim | Step |")
+    assert "recorded profiles/h200/large_head_dim_backward.json\n| head_dim | Step |" in out
 
 
 # ---- the record and its table
@@ -369,12 +394,16 @@ def test_expression_that_means_nothing(record_set, expression, told):
 
 def test_markers(record_set, tmp_path, monkeypatch):
     monkeypatch.setitem(REQUIRED_TABLES, "text.md", ())
+    gradients = fake_large_head_dim(*chosen_steps(all_steps(), BACKWARD))
+    write_record(tmp_path / "profiles/h200/large_head_dim_backward.json", gradients)
     loaded, path = record_set(), tmp_path / "text.md"
     markers = (
         "table: large_head_dim",
         "table: large_head_dim h100",
         "= large_head_dim.over_256 : .2f",
         "= h100 large_head_dim.over_256 : .2f",
+        "table: large_head_dim_backward",
+        "= large_head_dim_backward.smallest_cell",
     )
     path.write_text("".join(f"<!-- {marker} --><!-- end -->" for marker in markers))
     filled = render(path, loaded, []).split("<!-- end -->")
@@ -383,6 +412,8 @@ def test_markers(record_set, tmp_path, monkeypatch):
         "not measured",
         "0.79",
         "not measured",
+        large_head_dim_table.large_head_dim(loaded, BACKWARD),
+        "d320_4096",
     ]
 
 
@@ -395,10 +426,10 @@ def test_small_cells_on_a_gpu(monkeypatch, tmp_path):
     )
     if refusal := GpuBackend().refusal(STEP, cases[1].specialization):
         pytest.skip(f"{STEP.name} {refusal}")
-    monkeypatch.setattr(large_head_dim, "CASES", cases)
+    monkeypatch.setattr(large_head_dim, "cases_of", lambda _: cases)
     monkeypatch.setattr(grid, "PROFILES_DIR", tmp_path)
     monkeypatch.setattr(grid, "CEILING", 1024)
-    record = read_record(large_head_dim.measure_large_head_dim(), LARGE_HEAD_DIM_RECORD)
+    record = read_record(large_head_dim.measure_large_head_dim(FORWARD), LARGE_HEAD_DIM_RECORD)
     at_256, wider = (cell["tflops"] for cell in record["cells"])
     assert list(at_256) == [STEP.name, NARROW.name, *PEERS]
     assert list(wider) == [STEP.name, *PEERS]

@@ -6,6 +6,8 @@ hundreds of calls: the checker's two would not show it.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -16,16 +18,21 @@ CALLS = 300
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "heads"), [(320, 6), (512, 4), (576, 4), (1024, 2)])
-def test_v15_repeats_all_bits(head_dim, heads, causal) -> None:
+@pytest.mark.parametrize(("head_dim", "heads"), [(320, 6), (512, 4), (576, 4), (768, 4), (1024, 2)])
+@pytest.mark.parametrize("step", ["v15", "b12"])
+def test_repeats_all_bits(step: str, head_dim: int, heads: int, causal: bool) -> None:
     rng = torch.Generator("cuda").manual_seed(0)
     shape = (4, heads, 4096, head_dim)
-    q, k, v = (
-        torch.randn(shape, generator=rng, device="cuda", dtype=torch.bfloat16) for _ in range(3)
+    *qkv, dout = (
+        torch.randn(shape, generator=rng, device="cuda", dtype=torch.bfloat16) for _ in range(4)
     )
-    expected = attention(q, k, v, causal=causal, step="v15", return_lse=True)
+    if step == "v15":
+        compute = partial(attention, *qkv, causal=causal, step=step, return_lse=True)
+    else:
+        o = attention(*(t.requires_grad_() for t in qkv), causal=causal, backward_step=step)
+        compute = partial(torch.autograd.grad, o, qkv, dout, retain_graph=True)
+    expected = compute()
     others = torch.zeros((), device="cuda", dtype=torch.int64)
     for _ in range(CALLS):
-        found = attention(q, k, v, causal=causal, step="v15", return_lse=True)
-        others += sum((a != b).any() for a, b in zip(found, expected, strict=True))
+        others += sum((a != b).any() for a, b in zip(compute(), expected, strict=True))
     assert others.item() == 0

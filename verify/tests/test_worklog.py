@@ -59,6 +59,7 @@ WORKLOG = """# Title
 <!-- table: decoding --><!-- end -->
 <!-- table: decode --><!-- end -->
 <!-- table: large_head_dim --><!-- end -->
+<!-- table: large_head_dim_backward --><!-- end -->
 <!-- table: lengths --><!-- end -->
 <!-- table: pictures --><!-- end -->
 <!-- table: sass --><!-- end -->
@@ -138,6 +139,7 @@ def test_rows_are_plain_values(root):
     write_record(root / "profiles/h200/distributions.json", fake_distributions(V01, V02))
     write_record(root / "profiles/h200/decode.json", fake_decode(V02))
     write_record(root / "profiles/h200/large_head_dim.json", fake_large_head_dim(V02, V01))
+    write_record(root / "profiles/h200/large_head_dim_backward.json", fake_large_head_dim(B02, B01))
     write_record(root / "profiles/h200/lengths.json", fake_lengths(V02, V01))
     write_record(root / "profiles/h200/latency.json", fake_latency(V02))
     write_record(root / "profiles/h200/training_speed.json", fake_training_speed(V02, B02))
@@ -461,6 +463,7 @@ RECORDS = [
     "h200/decode.json",
     "h200/large_head_dim.json",
     "h200/large_head_dim_previous.json",
+    "h200/large_head_dim_backward.json",
     "h200/lengths.json",
     "h200/latency.json",
     "h200/training_speed.json",
