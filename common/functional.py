@@ -107,13 +107,14 @@ def attention(
         q: [batch, heads, seq_q, head_dim]; bf16, fp16 or fp32; last dimension contiguous, other
             strides free, so that [batch, seq, heads, head_dim] storage passes as x.transpose(1, 2).
         k, v: [batch, kv_heads, seq_k, head_dim], same dtype and device; heads % kv_heads == 0.
-            Within torch.autocast all three are cast to its dtype.
+            Within torch.autocast all three are cast to its dtype. v may have a head_dim of its own,
+            as in multi-head latent attention: there is no gradient then, window or seqused_k.
         causal: query i sees keys j <= i + seq_k - seq_q. A row that sees none gives 0 (lse -inf).
         window: (left, right), how many keys before and after its own, i + seq_k - seq_q, a query
             sees as well; -1 is no limit. With causal right is 0, and a right of 0 is causal.
         seqused_k: int32 [batch], contiguous: how many keys of each sequence are there, from 0 to
             seq_k, the first ones of a cache. Those are the seq_k of its mask and its window.
-        softmax_scale: head_dim ** -0.5 if None.
+        softmax_scale: head_dim ** -0.5 if None, that of q and k.
         step: "v04", or a path to a .cu file, which is read once; None takes the highest step that
             can run these inputs, is no draft and, where its header says so, is asked for the same
             bits each time, or for a window or seqused_k; with these only such a step can.
@@ -125,15 +126,15 @@ def attention(
             [batch, heads, seq_q], which has no gradient: it does not require grad.
 
     Returns:
-        o like q, or (o, lse). CUDA tensors: computed on torch's current stream, without a copy or
-        a synchronisation. CPU tensors: executed by the SIMT runtime, a checker, not a timer. Meta
-        tensors: nothing is computed, shapes and strides are the same.
+        o like q, but of v's head_dim, or (o, lse). CUDA tensors: computed on torch's current
+        stream, without a copy or a synchronisation. CPU tensors: executed by the SIMT runtime, a
+        checker, not a timer. Meta tensors: nothing is computed, shapes and strides are the same.
 
     Raises:
         UsageError: the inputs are inconsistent, have a tangent of forward-mode AD, or are not
             supported by the step or the device. Also in the backward pass, where no step can
-            compute the gradients, as with a head_dim above 128 and a window or seqused_k, and where
-            a second derivative is asked for.
+            compute the gradients, as with a head_dim above 128 and a window or seqused_k, or where
+            v has its own, and where a second derivative is asked for.
 
     It keeps q, k, v, o, lse and seqused_k for the backward pass, which computes all three
     gradients, with the layouts of q, k and v, and copies the gradient of o where the step cannot

@@ -13,8 +13,11 @@ SIZES = ("batch", "heads", "kv_heads", "seq_q", "seq_k")  # in the order of enum
 # "v04"; a variant's name continues: "v04_no_padding".
 STEP_NAME = re.compile(r"(?P<letter>[a-z])(?P<number>\d\d)")
 
+_HEAD_DIMS = ("head_dim", "v_head_dim")  # of q and k, and of v and o
 _QUERIES = ("batch", "heads", "seq_q", "head_dim")
 _KEYS = ("batch", "kv_heads", "seq_k", "head_dim")
+_VALUES = ("batch", "kv_heads", "seq_k", "v_head_dim")
+_OUTPUTS = ("batch", "heads", "seq_q", "v_head_dim")
 _ROWS = ("batch", "heads", "seq_q")
 
 
@@ -22,8 +25,8 @@ _ROWS = ("batch", "heads", "seq_q")
 class Operand:
     """A tensor that a kernel takes: its axes by the names of their sizes.
 
-    With an axis head_dim it has the dtype of the call, any strides and, where a launch descriptor
-    asks for it, a tensor map. Without, it is float32 and contiguous.
+    Where the last one is head_dim or v_head_dim it has the dtype of the call, any strides and, where
+    a launch descriptor asks for it, a tensor map. Elsewhere it is float32 and contiguous.
     """
 
     name: str
@@ -31,7 +34,7 @@ class Operand:
 
     @cached_property
     def strided(self) -> bool:
-        return self.axes[-1] == "head_dim"
+        return self.axes[-1] in _HEAD_DIMS
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Operation:
     outputs: tuple[Operand, ...]
     workspaces: int  # that a step can ask for, at most
     scalars: tuple[str, ...]
-    products: int  # matrix products, each with as many multiply-adds as Q K^T
+    products: int  # matrix products, each with as many multiply-adds as Q K^T or as P V
+    v_products: int  # of those, how many are like P V
     oracle: str  # in verify/reference.py: a function of the inputs, causal and the scalars
     yardstick: str  # likewise, with every intermediate in the inputs' dtype
     headline: Problem
@@ -63,16 +67,21 @@ class Operation:
         return tuple(operand for operand in self.operands if operand.strided)
 
     @cached_property
-    def models(self) -> tuple[tuple[int, bool], ...]:
-        """By output: which input has its shape (plus head_dim, if not strided); whether strided."""
-        axes = [operand.axes for operand in self.inputs]
-        return tuple(
-            (
-                axes.index(output.axes if output.strided else (*output.axes, "head_dim")),
-                output.strided,
-            )
-            for output in self.outputs
-        )
+    def models(self) -> tuple[tuple[int, int | None], ...]:
+        """By output: the input that it lies like, whose axes it has up to the last one; and that
+        which has its last axis, the same one if it can be. None where the output is not strided.
+        """
+        inputs = [(i, operand.axes) for i, operand in enumerate(self.inputs)]
+
+        def model(output: Operand) -> tuple[int, int | None]:
+            if not output.strided:
+                return next(i for i, axes in inputs if axes[:-1] == output.axes), None
+            alike = [i for i, axes in inputs if axes[:-1] == output.axes[:-1]]
+            as_wide = [i for i, axes in inputs if axes[-1] == output.axes[-1]]
+            both = [i for i in alike if i in as_wide]
+            return (both or alike)[0], (both or as_wide)[0]
+
+        return tuple(map(model, self.outputs))
 
     def named(self, what: str) -> str:
         """The name of what each ladder has one of: "grid" of forward, "grid_backward"."""
@@ -87,18 +96,21 @@ class Operation:
         shape = problem.shape
         side = min(shape.seq_q, shape.seq_k) if problem.causal else 0
         scores = 2 * shape.seq_q * (shape.seq_k - side) + side**2  # twice as many
-        return self.products * shape.batch * shape.heads * scores * shape.head_dim
+        columns = (self.products - self.v_products) * shape.head_dim
+        columns += self.v_products * shape.v_head_dim
+        return shape.batch * shape.heads * scores * columns
 
 
 FORWARD = Operation(
     name="forward",
     letter="v",
     suffix="",
-    inputs=(Operand("q", _QUERIES), Operand("k", _KEYS), Operand("v", _KEYS)),
-    outputs=(Operand("o", _QUERIES), Operand("lse", _ROWS)),
+    inputs=(Operand("q", _QUERIES), Operand("k", _KEYS), Operand("v", _VALUES)),
+    outputs=(Operand("o", _OUTPUTS), Operand("lse", _ROWS)),
     workspaces=2,
     scalars=("softmax_scale",),
     products=2,
+    v_products=1,
     oracle="attention_reference",
     yardstick="attention_in_dtype",
     headline=HEADLINE,
@@ -111,14 +123,15 @@ BACKWARD = Operation(
     suffix="_backward",
     inputs=(
         *FORWARD.inputs,
-        Operand("o", _QUERIES),
+        Operand("o", _OUTPUTS),
         Operand("lse", _ROWS),
-        Operand("dout", _QUERIES),
+        Operand("dout", _OUTPUTS),
     ),
-    outputs=(Operand("dq", _QUERIES), Operand("dk", _KEYS), Operand("dv", _KEYS)),
+    outputs=(Operand("dq", _QUERIES), Operand("dk", _KEYS), Operand("dv", _VALUES)),
     workspaces=3,
     scalars=("softmax_scale",),
     products=5,
+    v_products=2,
     oracle="gradients_reference",
     yardstick="gradients_in_dtype",
     headline=HEADLINE,

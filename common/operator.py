@@ -33,7 +33,7 @@ from .runtime.backend import (
     specialization,
 )
 from .runtime.launch import check_alignment, strides
-from .step import LARGE_HEAD_DIM, Step, are_few
+from .step import Step, are_few, is_large
 from .validation import (
     COPIED,
     is_packed,
@@ -114,8 +114,8 @@ def _forward(
     # fmt: off
     key = (
         step, backward_step, deterministic, causal,
-        are_few(q.shape[2], q.shape[1], k.shape[1]), q.shape[3], q.dtype, q.device,
-        k.dtype, k.device, v.dtype, v.device,
+        are_few(q.shape[2], q.shape[1], k.shape[1]), q.shape[3], v.shape[3],
+        q.dtype, q.device, k.dtype, k.device, v.dtype, v.device,
     )
     # fmt: on
     chosen = _calls.get(key)
@@ -156,7 +156,7 @@ def _forward_lengths(
     if q.is_cpu:  # elsewhere the host would wait for the values
         validate_values(inputs, lengths)
     key = (
-        *("lengths", step, backward_step, deterministic, causal, q.shape[-1]),
+        *("lengths", step, backward_step, deterministic, causal, q.shape[-1], v.shape[-1]),
         *(q.dtype, q.device, k.dtype, k.device, v.dtype, v.device),
     )
     chosen = _calls.get(key)
@@ -196,7 +196,8 @@ def _backward(
     inputs = (q, k, v, o, lse, dout)
     if not (q.dim() == k.dim() == v.dim() == o.dim() == dout.dim() == 4):
         validate_shapes(BACKWARD, inputs)
-    key = (step, deterministic, causal, q.shape[3], *[(t.dtype, t.device) for t in inputs])
+    key = (step, deterministic, causal, q.shape[3], v.shape[3])
+    key += tuple((t.dtype, t.device) for t in inputs)
     chosen = _calls.get(key)
     if chosen is None:
         validate(BACKWARD, inputs)
@@ -236,7 +237,7 @@ def _backward_lengths(
     if q.is_cpu:
         validate_values(inputs[:3], lengths)
     key = (
-        *("lengths", step, deterministic, causal, q.shape[-1]),
+        *("lengths", step, deterministic, causal, q.shape[-1], v.shape[-1]),
         *[(t.dtype, t.device) for t in inputs],
     )
     chosen = _calls.get(key)
@@ -318,8 +319,8 @@ def _outputs(
     """
     if not is_packed(lengths) or operation is BACKWARD:  # gradients have their inputs' axes
         return empty_outputs(operation, inputs)
-    q, _, _ = inputs
-    return empty_like(q), torch.empty(rows_shape(q.shape), dtype=torch.float32, device=q.device)
+    q, _, v = inputs
+    return empty_like(q, v.shape[-1]), torch.empty(rows_shape(q.shape), dtype=torch.float32, device=q.device)
 
 
 def _batched(
@@ -763,13 +764,13 @@ def highest_step(
     refusals: dict[str, str] = {}
     q, *others = inputs
     few = bool(others) and are_few(q.shape[2], q.shape[1], others[0].shape[1])
-    is_large = q.shape[3] > LARGE_HEAD_DIM
+    v_head_dim = others[1].shape[3] if others else q.shape[3]
     for step in reversed(_steps_of(operation)):
         if step.takes_lengths != with_lengths:
             continue
         if step.draft or step.only_deterministic > deterministic or step.only_few_queries > few:
             continue
-        if step.only_large_head_dim > is_large:
+        if step.only_large_head_dim > is_large(q.shape[3], v_head_dim):
             continue
         reason = (_disorder(step) if deterministic else None) or _refusal(
             backend, step, inputs, causal, as_they_lie

@@ -13,12 +13,18 @@ from .lengths import UNLIMITED
 
 @dataclass(frozen=True)
 class Shape:
+    """head_dim is that of q and k; v and o have v_head_dim, the same one if None is given."""
+
     batch: int
     heads: int
     kv_heads: int
     seq_q: int
     seq_k: int
     head_dim: int
+    v_head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        _default_v_head_dim(self)
 
     @property
     def q(self) -> tuple[int, ...]:
@@ -26,32 +32,51 @@ class Shape:
 
     @property
     def kv(self) -> tuple[int, ...]:
+        """Of k, and of v where that has the same head_dim."""
         return (self.batch, self.kv_heads, self.seq_k, self.head_dim)
+
+    @property
+    def v(self) -> tuple[int, ...]:
+        return (self.batch, self.kv_heads, self.seq_k, self.v_head_dim)
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        return f"{self.batch}x{heads}x{self.seq_q}x{self.seq_k}x{self.head_dim}"
+        head_dim = f"{self.head_dim}"
+        if self.v_head_dim != self.head_dim:
+            head_dim += f"/{self.v_head_dim}"
+        return f"{self.batch}x{heads}x{self.seq_q}x{self.seq_k}x{head_dim}"
 
 
 @dataclass(frozen=True)
 class Specialization:
-    """What a step is compiled for. dtype is "bf16", "fp16" or "fp32"."""
+    """What a step is compiled for. dtype is "bf16", "fp16" or "fp32"; v_head_dim as in Shape."""
 
     head_dim: int
     dtype: str
     causal: bool
+    v_head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        _default_v_head_dim(self)
 
     @property
     def defines(self) -> tuple[str, ...]:
         """For a compiler, nvcc or the host's."""
         return (
             f"-DHEAD_DIM={self.head_dim}",
+            f"-DV_HEAD_DIM={self.v_head_dim}",
             f"-DELEMENT={self.dtype}",
             f"-DCAUSAL={int(self.causal)}",
         )
 
     def __str__(self) -> str:
-        return f"d{self.head_dim}_{self.dtype}{'_causal' if self.causal else ''}"
+        of_v = "" if self.v_head_dim == self.head_dim else f"_v{self.v_head_dim}"
+        return f"d{self.head_dim}{of_v}_{self.dtype}{'_causal' if self.causal else ''}"
+
+
+def _default_v_head_dim(of: Shape | Specialization) -> None:
+    if of.v_head_dim is None:
+        object.__setattr__(of, "v_head_dim", of.head_dim)  # which is how a frozen one is set
 
 
 @dataclass(frozen=True)
@@ -64,11 +89,15 @@ class Problem:
 
     @property
     def specialization(self) -> Specialization:
-        return Specialization(self.shape.head_dim, self.dtype, self.causal)
+        shape = self.shape
+        return Specialization(shape.head_dim, self.dtype, self.causal, shape.v_head_dim)
 
     def as_record(self) -> dict:
-        """A record's shape."""
-        return {**asdict(self.shape), "dtype": self.dtype, "causal": self.causal}
+        """A record's shape. v_head_dim is there where it is another one than head_dim."""
+        shape = asdict(self.shape)
+        if self.shape.v_head_dim == self.shape.head_dim:
+            del shape["v_head_dim"]
+        return {**shape, "dtype": self.dtype, "causal": self.causal}
 
 
 GROUPS = ("packed", "windows", "caches")  # of Sequences

@@ -22,7 +22,7 @@ FIRST_EXACT_ARCHITECTURE = 90
 
 _LIMITS = re.compile(
     r"(?P<dtypes>[a-z]\w*(?:, [a-z]\w*)*); "
-    r"head_dim (?P<lowest>\d+)-(?P<highest>\d+) by (?P<multiple>\d+); "
+    r"head_dim (?P<lowest>\d+)-(?P<highest>\d+) by (?P<multiple>\d+)(?P<of_v>, v's may differ)?; "
     r"sm_(?P<arch>\d+)(?P<exact>a?)\b"
     r"(; more than \d+ KiB of shared memory from head_dim (?P<large_smem>\d+) on)?"
 )
@@ -39,7 +39,7 @@ _PARTS = re.compile(
 )
 
 HEAD_DIMS = range(8, 1025, 8)  # those that the cases of verify/ cover: a step can promise no others
-LARGE_HEAD_DIM = 256  # a larger head_dim is large
+LARGE_HEAD_DIM = 256  # a larger head_dim is large; so is one that v does not share
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,22 @@ class Limits:
     arch: str  # lowest architecture; a trailing "a" means exactly that one
     # From this head_dim on, not every architecture from there up has shared memory enough.
     large_smem_head_dim: int | None = None
+    v_may_differ: bool = False  # v, and o, may have another head_dim, of the same ones
 
     def refusal(self, spec: Specialization) -> str | None:
         """Why these limits exclude spec, or None."""
         if spec.dtype not in self.dtypes:
             return f"takes {', '.join(self.dtypes)}, not {spec.dtype}"
         low, high, by = self.lowest_head_dim, self.highest_head_dim, self.head_dim_multiple
-        if not low <= spec.head_dim <= high or spec.head_dim % by:
-            return f"takes head_dim {low} to {high} in multiples of {by}, not {spec.head_dim}"
+        for head_dim in (spec.head_dim, spec.v_head_dim):
+            if not low <= head_dim <= high or head_dim % by:
+                return f"takes head_dim {low} to {high} in multiples of {by}, not {head_dim}"
+        if spec.v_head_dim != spec.head_dim and not self.v_may_differ:
+            narrow = "v" if spec.v_head_dim < spec.head_dim else "q and k, and give softmax_scale,"
+            return (
+                f"takes v of q's head_dim, {spec.head_dim}, not of {spec.v_head_dim}: pad {narrow} "
+                "with zeros"
+            )
         return None
 
     def arch_refusal(self, capability: tuple[int, int]) -> str | None:
@@ -103,7 +111,7 @@ class Step:
     draft: str | None  # why attention() does not take the step yet
     only_deterministic: bool  # attention() takes the step only where all bits must repeat
     only_few_queries: bool  # attention() takes the step only where queries are_few()
-    only_large_head_dim: bool  # attention() takes the step only for head_dim above LARGE_HEAD_DIM
+    only_large_head_dim: bool  # attention() takes the step only where head_dim is_large()
     takes_lengths: bool  # its kernels take Lengths; attention() takes it only where they are given
     unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
     by_multiprocessors: bool  # the last bits differ from one number of multiprocessors to another
@@ -133,6 +141,11 @@ def are_few(seq_q: int, heads: int, kv_heads: int) -> bool:
     """Whether queries are few: at most 64, or of several heads that share keys 128 together."""
     most = 64 if heads == kv_heads else 128
     return seq_q * heads <= most * kv_heads
+
+
+def is_large(head_dim: int, v_head_dim: int) -> bool:
+    """Whether head_dim is large: above LARGE_HEAD_DIM, or one that v does not share."""
+    return head_dim > LARGE_HEAD_DIM or v_head_dim != head_dim
 
 
 def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
@@ -269,8 +282,8 @@ def _parse_limits(path: Path, text: str) -> Limits:
     found = _LIMITS.match(text)
     if not found:
         raise UsageError(
-            f"{path}: 'limits:' must read like 'bf16, fp16; head_dim 8-256 by 8; sm_80', "
-            f"not '{text}'"
+            f"{path}: 'limits:' must read like 'bf16, fp16; head_dim 8-256 by 8; sm_80' or '... by "
+            f"8, v's may differ; sm_90a', not '{text}'"
         )
     dtypes = tuple(found["dtypes"].split(", "))
     for dtype in dtypes:
@@ -301,4 +314,5 @@ def _parse_limits(path: Path, text: str) -> Limits:
         by,
         f"sm_{number}{found['exact']}",
         int(found["large_smem"]) if found["large_smem"] else None,
+        found["of_v"] is not None,
     )

@@ -20,7 +20,7 @@ from .lengths import UNLIMITED
 from .operation import BACKWARD, FORWARD
 from .operator import backend_of, highest_step
 from .runtime.backend import DTYPE_NAMES
-from .step import HEAD_DIMS, LARGE_HEAD_DIM
+from .step import HEAD_DIMS, is_large
 
 NAME = "attention_worklog"
 OLDEST = (5, 4)  # the first to give a mask's function the offset of the queries
@@ -315,12 +315,13 @@ def attention_forward(
 
     Args:
         query: [batch, heads, seq_q, head_dim].
-        key, value: [batch, kv_heads, seq_k, head_dim].
+        key: [batch, kv_heads, seq_k, head_dim].
+        value: [batch, kv_heads, seq_k, v_head_dim].
         attention_mask: from make_mask(), or the model's own.
         is_causal: module.is_causal if None. It counts where there is no mask, as in SDPA.
 
     Returns:
-        [batch, seq_q, heads, head_dim], contiguous, and no weights.
+        [batch, seq_q, heads, v_head_dim], contiguous, and no weights.
     """
     for name, what in (("softcap", "caps its logits"), ("s_aux", "has attention sinks")):
         if options.get(name) is not None:
@@ -379,17 +380,18 @@ def _refusal(
         return f"all inputs must be bfloat16, float16 or float32, not {query.dtype}"
     if query.device.type not in ("cpu", "cuda", "meta"):
         return f"it runs on CUDA and the CPU, not on {query.device.type}"
-    head_dims = {t.shape[3] for t in (query, key, value)}
-    if len(head_dims) > 1 or query.shape[3] not in HEAD_DIMS:
+    head_dims = [t.shape[3] for t in (query, key, value)]
+    if head_dims[0] != head_dims[1] or not {*head_dims} <= {*HEAD_DIMS}:
         return (
-            f"q, k and v must have one head_dim, {HEAD_DIMS[0]} to {HEAD_DIMS[-1]} in multiples "
-            f"of {HEAD_DIMS.step}, not {', '.join(map(str, sorted(head_dims)))}"
+            f"q and k must have one head_dim, and v may have another, each {HEAD_DIMS[0]} to "
+            f"{HEAD_DIMS[-1]} in multiples of {HEAD_DIMS.step}, not "
+            f"{', '.join(map(str, head_dims))}"
         )
-    if query.shape[3] > LARGE_HEAD_DIM:  # not every dtype or device has a step then
+    if is_large(*head_dims[1:]):  # not every dtype, device or gradient has a step then
         reason = _refusal_of_steps(*_conditions(query, key, value), False)
         if reason:
             return reason
-    if key.shape != value.shape or query.shape[0] != key.shape[0]:
+    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0]:
         return "q, k and v must have the same batch"
     if any(t.stride(3) != 1 for t in (query, key, value)):
         return "the last dimension of q, k and v must be contiguous"
@@ -408,7 +410,8 @@ def _conditions(query: Tensor, key: Tensor, value: Tensor) -> tuple:
     """What it depends on, beside lengths, whether there is a step: see _find_refusal()."""
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return needs_grad, deterministic, query.device, query.dtype, query.shape[3]
+    head_dims = query.shape[3], value.shape[3]
+    return needs_grad, deterministic, query.device, query.dtype, *head_dims
 
 
 @torch.compiler.assume_constant_result  # torch.compile would look into the cache
@@ -423,15 +426,16 @@ def _find_refusal(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
+    v_head_dim: int,
     with_lengths: bool,
 ) -> str | None:
-    like = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta")
+    q, v = (torch.empty(1, 1, 1, d, dtype=dtype, device="meta") for d in (head_dim, v_head_dim))
     try:
         for operation in (FORWARD, BACKWARD) if needs_grad else (FORWARD,):
             highest_step(
                 backend_of(device),
                 operation,
-                [like],
+                [q, q, v],
                 causal=False,
                 deterministic=deterministic,
                 as_they_lie=False,
@@ -461,14 +465,14 @@ def _warn(reason: str) -> None:
 def _attend_segments(
     query: Tensor, key: Tensor, value: Tensor, mask: SegmentMask, scaling: float | None
 ) -> Tensor:
-    """One call for each segment: [batch, seq_q, heads, head_dim], 0 where a query sees no key."""
+    """One call for each segment: [batch, seq_q, heads, v_head_dim], 0 where a query sees no key."""
     sizes = [segment.sequences for segment in mask.segments]
     split = zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     outputs = []
     for segment, (q, k, v) in zip(mask.segments, split, strict=True):
         first, end = segment.queries.start, segment.queries.stop
         if first == end:
-            outputs.append(q.new_zeros(q.shape).transpose(1, 2))
+            outputs.append(q.new_zeros(*q.shape[:3], v.shape[3]).transpose(1, 2))
             continue
         q_seen, k, v = q[:, :, segment.queries], k[:, :, segment.keys], v[:, :, segment.keys]
         limits = segment.limits(mask.window)

@@ -123,7 +123,10 @@ def validate_shapes(
     _validate_shape("k", k, axes)
     if k != v:
         _validate_shape("v", v, axes)
-        raise UsageError(f"k and v must have the same shape, not {list(k)} and {list(v)}")
+        if k[:-1] != v[:-1]:
+            raise UsageError(
+                f"k and v must have the same shape but for head_dim, not {list(k)} and {list(v)}"
+            )
     if packed:
         if q[-1] != k[-1]:
             raise UsageError(f"q {list(q)} and k {list(k)} must have the same head_dim")
@@ -134,7 +137,7 @@ def validate_shapes(
     if len(inputs) == 3:
         return
     for operand, t in zip(operation.inputs[3:], inputs[3:], strict=True):  # all by query
-        shape = list(q if operand.strided else rows_shape(q))
+        shape = [*q[:-1], v[-1]] if operand.strided else list(rows_shape(q))
         if list(t.shape) != shape:
             raise UsageError(f"{operand.name} must be of shape {shape}, not {list(t.shape)}")
 

@@ -8,7 +8,7 @@
 //     In slices that follow one after the other, S would be computed again for each: at 512 1.5 times the
 //     products. Predicted: at 512 0.8 times the TFLOP/s of v11 at 256, for a block does what it does
 //     there, and moves S and P
-// limits: bf16, fp16; head_dim 8-1024 by 8; sm_90a
+// limits: bf16, fp16; head_dim 8-1024 by 8, v's may differ; sm_90a
 #include "mma.cuh"
 #include "slices.cuh"
 #include "tma.cuh"
@@ -20,15 +20,19 @@ constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER = 128 * CONSUMERS;  // the thread that starts all copies
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
-constexpr int HEAD_PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
-constexpr int SLICES = (HEAD_PANELS + 3) / 4;                // blocks of a cluster
-constexpr int PANELS = (HEAD_PANELS + SLICES - 1) / SLICES;  // of a slice; the last may have fewer
-constexpr int SLICE = PANELS * PANEL;                        // its columns
-// Columns in products; zeros from HEAD_DIM on.
-constexpr int DIM = SLICES > 1 ? SLICE : (HEAD_DIM + 15) / 16 * 16;
-constexpr int BLOCK_M = 64 * CONSUMERS;         // query rows, 64 a warpgroup
-constexpr int BLOCK_N = SLICES <= 2 ? 64 : 48;  // keys of a tile
-constexpr int NUM_STAGES = 2;                   // tiles of K, and of V, in shared memory
+constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
+constexpr int MOST_COLUMNS = HEAD_DIM > V_HEAD_DIM ? HEAD_DIM : V_HEAD_DIM;
+constexpr int SLICES = ceil_div(MOST_COLUMNS, 4 * PANEL);  // blocks of a cluster
+// Panels of a slice of Q and K, and of one of V and O. The last slices may have fewer, or none.
+constexpr int PANELS = ceil_div(ceil_div(HEAD_DIM, PANEL), SLICES);
+constexpr int V_PANELS = ceil_div(ceil_div(V_HEAD_DIM, PANEL), SLICES);
+constexpr int SLICE = PANELS * PANEL, V_SLICE = V_PANELS * PANEL;  // their columns
+// Columns in products; zeros from HEAD_DIM on, or from V_HEAD_DIM on.
+constexpr int DIM = SLICES > 1 ? SLICE : ceil_div(HEAD_DIM, 16) * 16;
+constexpr int V_DIM = SLICES > 1 ? V_SLICE : ceil_div(V_HEAD_DIM, 16) * 16;
+constexpr int BLOCK_M = 64 * CONSUMERS;  // query rows, 64 a warpgroup
+constexpr int NUM_STAGES = 2;            // tiles of K, and of V, in shared memory
+constexpr int MOST_SMEM = 227 * 1024;    // bytes a block
 // The last panel of Q is kept in registers; wgmma reads so many columns from shared memory.
 constexpr int Q_SMEM_DIM = (PANELS - 1) * PANEL;
 constexpr int TURN_BARRIER = 1;                          // of warpgroup 0; the other's follows
@@ -65,32 +69,41 @@ using Panels = Element[NUM_PANELS][ROWS][PANEL];
 
 // For a warpgroup's rows, what threads of other blocks send the threads of the same number: as it lies
 // in their registers.
+template <int KEYS>
 struct Exchange {
-    float prob[BLOCK_N / 16][128][4];  // P, from the block that computes the softmax
-    float factors[32][4];              // of 8 upper and 8 lower rows of a warp, likewise
+    float prob[KEYS / 16][128][4];  // P, from the block that computes the softmax
+    float factors[32][4];           // of 8 upper and 8 lower rows of a warp, likewise
     // What is sent has arrived; and, at the sender, every warp has read it.
     Mbarrier s_full, s_empty, p_full, p_empty;
 };
 
-struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
-    Panels<PANELS, BLOCK_M> q_o;     // in the end O
-    Panels<PANELS, BLOCK_N> k[NUM_STAGES];
-    Panels<PANELS, BLOCK_N> v[NUM_STAGES];
+// Of a block, for tiles of KEYS keys.
+template <int KEYS>
+struct alignas(1024) SharedMemoryOf {  // the swizzle's pattern: 8 rows of 128 bytes
+    union {
+        Panels<PANELS, BLOCK_M> q;
+        Panels<V_PANELS, BLOCK_M> o;  // in the end, in place of Q
+    };
+    Panels<PANELS, KEYS> k[NUM_STAGES];
+    Panels<V_PANELS, KEYS> v[NUM_STAGES];
     // S of the other slices, sent to the block that computes the softmax; of a block's warpgroups at
     // most one's.
-    float partial[SLICES > 1 ? SLICES - 1 : 1][BLOCK_N / 8][128][4];
-    Exchange exchange[CONSUMERS];
+    float partial[SLICES > 1 ? SLICES - 1 : 1][KEYS / 8][128][4];
+    Exchange<KEYS> exchange[CONSUMERS];
     WorkTile work;
     Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];  // the tile has arrived
     Mbarrier k_empty[NUM_STAGES], v_empty[NUM_STAGES];        // every warp has read it
 };
-static_assert(sizeof(SharedMemory) <= 227 * 1024);
+
+constexpr int BLOCK_N = sizeof(SharedMemoryOf<64>) <= MOST_SMEM ? 64 : 48;  // keys of a tile
+using SharedMemory = SharedMemoryOf<BLOCK_N>;
+static_assert(sizeof(SharedMemory) <= MOST_SMEM);
 
 extern "C" {
 __constant__ LaunchDescriptor launch_descriptor = {
     .alignment = 16,
     .kernels = {{.name = "attention_forward",
-                 .grid = {{COLUMNS, SLICE}, {SEQ_Q, BLOCK_M}, {HEADS, 1}, {BATCH, 1}},
+                 .grid = {{COLUMNS, ceil_div(MOST_COLUMNS, SLICES)}, {SEQ_Q, BLOCK_M}, {HEADS, 1}, {BATCH, 1}},
                  .threads = NUM_THREADS,
                  .smem_bytes = sizeof(SharedMemory)}},
     .q_box = {BLOCK_M, PANEL, SWIZZLE_128B},
@@ -121,7 +134,7 @@ __device__ WorkTile work_tile(const AttentionParams& p, int cluster) {
     const int group = p.heads / p.kv_heads, num_heads = p.batch * p.heads;
     int head = cluster / q_blocks, q_block = cluster % q_blocks;
     if (CAUSAL) {
-        const float head_bytes = float(p.seq_k) * (2 * HEAD_DIM * sizeof(Element));
+        const float head_bytes = float(p.seq_k) * ((HEAD_DIM + V_HEAD_DIM) * sizeof(Element));
         const int section_heads =
             group * int(fminf(fmaxf(L2_BYTES / head_bytes, 1.0f), p.batch * p.kv_heads));
         const int first_head = head / section_heads * section_heads;
@@ -143,12 +156,12 @@ __device__ void wait_for(Mbarrier& barrier, int phase) {
 
 // Starts tile[panel][r][col] = tensor[row + r][first_column + PANEL panel + col], zeros past its ends, and
 // announces its bytes to the barrier. Called by one thread.
-template <int ROWS>
-__device__ void load_tile(Panels<PANELS, ROWS>& tile, const TensorMap& map, int first_column,
+template <int NUM_PANELS, int ROWS>
+__device__ void load_tile(Panels<NUM_PANELS, ROWS>& tile, const TensorMap& map, int first_column,
                           int row, int head, int batch, Mbarrier& full) {
     mbarrier_arrive_expect_tx(full, sizeof(tile));
 #pragma unroll
-    for (int panel = 0; panel < PANELS; ++panel)
+    for (int panel = 0; panel < NUM_PANELS; ++panel)
         cp_async_bulk_tensor_load(tile[panel][0], map, first_column + PANEL * panel, row, head,
                                   batch, full);
 }
@@ -176,7 +189,8 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     SharedMemory& smem = shared_memory<SharedMemory>();
     // Uniform across the warp; the shuffle tells the compiler so.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int rank = SLICES > 1 ? cluster_rank() : 0, first_column = rank * SLICE;
+    const int rank = SLICES > 1 ? cluster_rank() : 0;
+    const int first_column = rank * SLICE, v_first_column = rank * V_SLICE;  // of Q and K, of V and O
     const WorkTile& work = smem.work;  // read where it is needed: registers are short
 
     if (threadIdx.x == PRODUCER) {
@@ -194,7 +208,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
             mbarrier_init(smem.v_empty[stage], 4 * CONSUMERS);
         }
 #pragma unroll
-        for (Exchange& exchange : smem.exchange) {
+        for (auto& exchange : smem.exchange) {
             if (SLICES == 1) break;
             mbarrier_init(exchange.s_full, 1);
             mbarrier_init(exchange.s_empty, 4);
@@ -211,19 +225,19 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     if (warp >= PRODUCER / 32) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x == PRODUCER) {
-            load_tile<BLOCK_M>(smem.q_o, p.q_map, first_column, work.q_start, work.head, work.batch,
-                               smem.q_full);
+            load_tile(smem.q, p.q_map, first_column, work.q_start, work.head, work.batch,
+                      smem.q_full);
             for (int tile = 0; tile <= work.num_tiles; ++tile) {
                 if (tile < work.num_tiles) {
                     const Place<NUM_STAGES> k = {tile};
                     wait_for(smem.k_empty[k.stage()], k.phase() - 1);
-                    load_tile<BLOCK_N>(smem.k[k.stage()], p.k_map, first_column, tile * BLOCK_N,
+                    load_tile(smem.k[k.stage()], p.k_map, first_column, tile * BLOCK_N,
                                        work.kv_head, work.batch, smem.k_full[k.stage()]);
                 }
                 if (tile > 0) {
                     const Place<NUM_STAGES> v = {tile - 1};
                     wait_for(smem.v_empty[v.stage()], v.phase() - 1);
-                    load_tile<BLOCK_N>(smem.v[v.stage()], p.v_map, first_column, v.number * BLOCK_N,
+                    load_tile(smem.v[v.stage()], p.v_map, v_first_column, v.number * BLOCK_N,
                                        work.kv_head, work.batch, smem.v_full[v.stage()]);
                 }
             }
@@ -240,7 +254,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     const int group_row = 64 * warpgroup;  // the warpgroup's first row in the block
     const int warp_row = 16 * warp;        // and the warp's
     const int thread = threadIdx.x % 128;  // in the warpgroup
-    Exchange& exchange = smem.exchange[warpgroup];
+    auto& exchange = smem.exchange[warpgroup];
     const int owner = warpgroup % SLICES;  // the block that computes the softmax of these rows
     const auto release = [&](Mbarrier& empty) {
         if (lane == 0) mbarrier_arrive(empty);
@@ -254,7 +268,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     const float scale_log2 = p.softmax_scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s)
     // A lane's s_acc[n][2 r + i] and o_acc[n][2 r + i], with r and i 0 or 1, are the elements of S
     // and O in row 8 r + lane / 4 of its warp's 16 and column 8 n + 2 (lane % 4) + i.
-    float o_acc[DIM / 8][4] = {};
+    float o_acc[V_DIM / 8][4] = {};
     float shift[2];     // m, in units of log2
     float tile_sum[2];  // this lane's share of a tile's sum of P
     float row_sum[2];   // this lane's share of l, at last all of it
@@ -267,12 +281,12 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
 
     // ---- load Q: what goes to registers
     wait_for(smem.q_full, 0);
-    const uint64_t q_desc = k_major(smem.q_o, group_row, 0);
+    const uint64_t q_desc = k_major(smem.q, group_row, 0);
     const auto load_q = [&] {
 #pragma unroll
         for (int d = Q_SMEM_DIM; d < DIM; d += 16)
             ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
-                        swizzled(smem.q_o, warp_row + lane % 16, d + lane / 16 * 8));
+                        swizzled(smem.q, warp_row + lane % 16, d + lane / 16 * 8));
     };
     load_q();
 
@@ -286,7 +300,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
             const uint64_t k_desc = k_major<PANELS, BLOCK_N>(smem.k[place.stage()], 0, d);
             if (d < Q_SMEM_DIM)
                 wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(
-                    s_acc, q_desc + (d / PANEL * sizeof(smem.q_o[0]) + 2 * (d % PANEL)) / 16,
+                    s_acc, q_desc + (d / PANEL * sizeof(smem.q[0]) + 2 * (d % PANEL)) / 16,
                     k_desc, add || d > 0);
             else
                 wgmma_m64nNk16<Element, K_MAJOR>(s_acc, q_frag[(d - Q_SMEM_DIM) / 16], k_desc,
@@ -297,7 +311,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     const auto release_k = [&](int tile) {
         release(smem.k_empty[Place<NUM_STAGES>{tile}.stage()]);
     };
-    // ---- O += P V  [BLOCK_M, DIM] of the slice, [64, DIM] of it in each warpgroup
+    // ---- O += P V  [BLOCK_M, V_DIM] of the slice, [64, V_DIM] of it in each warpgroup
     const auto wait_for_v = [&](int tile) {
         const Place<NUM_STAGES> place = {tile};
         wait_for(smem.v_full[place.stage()], place.phase());
@@ -308,7 +322,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         for (int j = 0; j < BLOCK_N; j += 16)
             wgmma_m64nNk16<Element, MN_MAJOR>(
                 o_acc, p_frag[j / 16],
-                mn_major<PANELS, BLOCK_N>(smem.v[Place<NUM_STAGES>{tile}.stage()], j),
+                mn_major<V_PANELS, BLOCK_N>(smem.v[Place<NUM_STAGES>{tile}.stage()], j),
                 tile > 0 || j > 0);
         wgmma_commit_group();
     };
@@ -317,7 +331,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     };
     const auto rescale_o = [&] {
 #pragma unroll
-        for (int n = 0; n < DIM / 8; ++n)
+        for (int n = 0; n < V_DIM / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
     };
@@ -674,25 +688,25 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     // ---- write O
     bar_sync(GROUP_BARRIER + warpgroup, 128);  // no warp reads Q any more
 #pragma unroll
-    for (int n = 0; n < DIM / 8; n += 2) {
+    for (int n = 0; n < V_DIM / 8; n += 2) {
         uint32_t o_frag[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float* x = &o_acc[n + i / 2][2 * (i % 2)];
             o_frag[i] = cvt_rn_x2<Element>(x[0] * inverse[i % 2], x[1] * inverse[i % 2]);
         }
-        stmatrix_x4(swizzled(smem.q_o, warp_row + lane % 16, 8 * n + lane / 16 * 8), o_frag);
+        stmatrix_x4(swizzled(smem.o, warp_row + lane % 16, 8 * n + lane / 16 * 8), o_frag);
     }
     fence_proxy_async();  // by each writer, before the barrier
     __syncwarp();
     const int warp_start = work.q_start + warp_row;
     if (lane == 0) {
         // A warp's 16 rows of a panel are a box. TMA leaves out the rows past seq_q and the columns past
-        // HEAD_DIM, some of which nobody has written.
+        // V_HEAD_DIM, some of which nobody has written.
 #pragma unroll
-        for (int panel = 0; panel < PANELS; ++panel)
-            cp_async_bulk_tensor_store(p.o_map, first_column + PANEL * panel, warp_start, work.head,
-                                       work.batch, smem.q_o[panel][warp_row]);
+        for (int panel = 0; panel < V_PANELS; ++panel)
+            cp_async_bulk_tensor_store(p.o_map, v_first_column + PANEL * panel, warp_start, work.head,
+                                       work.batch, smem.o[panel][warp_row]);
         cp_async_bulk_commit_group();
     }
     if (lane == 0) cp_async_bulk_wait_group_read<0>();

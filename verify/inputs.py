@@ -23,7 +23,7 @@ Inputs = tuple[torch.Tensor, ...]
 
 
 def normal(case: Case, rng: torch.Generator) -> Inputs:
-    return tuple(_randn(shape, rng) for shape in (case.shape.q, case.shape.kv, case.shape.kv))
+    return tuple(_randn(shape, rng) for shape in (case.shape.q, case.shape.kv, case.shape.v))
 
 
 def _randn(shape: Sequence[int], rng: torch.Generator) -> torch.Tensor:
@@ -38,7 +38,7 @@ def _rank_one(case: Case, rng: torch.Generator, x: torch.Tensor, y: torch.Tensor
     input's dtype is a sharp yardstick even where neighbouring bf16 numbers are 64 apart.
     """
     signs = torch.randint(2, (case.shape.head_dim,), generator=rng) * 2.0 - 1
-    v = torch.randn(case.shape.kv, generator=rng)
+    v = torch.randn(case.shape.v, generator=rng)
     return x[..., None] * signs, y[..., None] * signs, v
 
 
@@ -153,7 +153,7 @@ def end_of_fp16(case: Case, rng: torch.Generator) -> Inputs:
     k[:, :, 0] = 0
     k[:, :, -1] = signs
     k[:, :, -1, 0] *= 1 - 2.0**-10
-    return signs.expand(shape.q), k, torch.randn(shape.kv, generator=rng)
+    return signs.expand(shape.q), k, torch.randn(shape.v, generator=rng)
 
 
 def walks(
@@ -174,7 +174,7 @@ def walks(
         k = (start + steps.cumsum(2) - noise).clamp(-256, 256).float()
         columns = torch.randint(shape.head_dim, shape.q[:3], generator=rng)
         q = torch.nn.functional.one_hot(columns, shape.head_dim) / case.scale
-        return q, k, v_factor * torch.randn(shape.kv, generator=rng)
+        return q, k, v_factor * torch.randn(shape.v, generator=rng)
 
     return inputs
 
@@ -187,7 +187,7 @@ def staircase(case: Case, rng: torch.Generator) -> Inputs:
     """
     signs = _signs((case.shape.head_dim,), rng)
     step = torch.arange(case.shape.seq_k) // 128
-    v = 1 + torch.randn(case.shape.kv, generator=rng) / 4
+    v = 1 + torch.randn(case.shape.v, generator=rng) / 4
     return signs.expand(case.shape.q), (step[:, None] * signs).expand(case.shape.kv), v
 
 
@@ -259,7 +259,7 @@ def _pick(case: Case, rng: torch.Generator, k: torch.Tensor, target: torch.Tenso
     shape = case.shape
     target = target.clamp(0, shape.seq_k - 1)[..., None].expand(shape.q)
     keys = k.repeat_interleave(shape.heads // shape.kv_heads, dim=1)
-    return 4 * keys.gather(2, target), k, torch.randn(shape.kv, generator=rng)
+    return 4 * keys.gather(2, target), k, torch.randn(shape.v, generator=rng)
 
 
 def constant(case: Case, rng: torch.Generator) -> Inputs:

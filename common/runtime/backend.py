@@ -40,9 +40,10 @@ class Backend(Protocol):
     """Runs steps on torch tensors of one kind of device.
 
     The tensors of a call are the inputs and outputs of the step's operation, in its order. For the
-    forward one: q [batch, heads, seq_q, head_dim], k and v [batch, kv_heads, seq_k, head_dim], o
-    like q: bf16, fp16 or fp32, last dimension contiguous; lse float32 [batch, heads, seq_q],
-    contiguous. They agree with each other (common.attention and verify/ see to that).
+    forward one: q [batch, heads, seq_q, head_dim], k [batch, kv_heads, seq_k, head_dim], v
+    [batch, kv_heads, seq_k, v_head_dim], o [batch, heads, seq_q, v_head_dim]: bf16, fp16 or fp32,
+    last dimension contiguous; lse float32 [batch, heads, seq_q], contiguous. They agree with each
+    other (common.attention and verify/ see to that).
     """
 
     name: str  # "gpu" or "cpu"
@@ -117,25 +118,43 @@ def not_enough_memory(step: Step, workspace_bytes: int, free_bytes: int) -> NotE
 
 
 def specialization(tensors: Sequence[torch.Tensor], causal: bool) -> Specialization:
-    """What a step is compiled for to take these tensors, the first of which is strided."""
-    return Specialization(tensors[0].shape[-1], DTYPE_NAMES[tensors[0].dtype], causal)
+    """What a step is compiled for to take these tensors: q, k and v, or something like q alone."""
+    q, *others = tensors
+    v_head_dim = others[1].shape[-1] if others else None
+    return Specialization(q.shape[-1], DTYPE_NAMES[q.dtype], causal, v_head_dim)
 
 
 def empty_outputs(operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """New outputs; a strided one lies like the input with its axes, if that has contiguous rows."""
     outputs = []
-    for index, strided in operation.models:
+    for index, as_wide in operation.models:
         model = inputs[index]
-        outputs.append(empty_like(model) if strided else _empty_rows(model))
+        outputs.append(
+            _empty_rows(model) if as_wide is None else empty_like(model, inputs[as_wide].shape[-1])
+        )
     return tuple(outputs)
 
 
-def empty_like(model: torch.Tensor) -> torch.Tensor:
-    """New, and lies like the model, but with contiguous rows where the model's axes overlap."""
+def empty_like(model: torch.Tensor, columns: int) -> torch.Tensor:
+    """New, and lies like the model, but with so many elements along the last axis, and with
+    contiguous rows where the model's axes overlap.
+    """
+    if columns != model.shape[-1]:
+        return _empty_strided_like(model, columns)
     output = torch.empty_like(model)
     if output.stride(-1) != 1:
         output = torch.empty_like(model, memory_format=torch.contiguous_format)
     return output
+
+
+def _empty_strided_like(model: torch.Tensor, columns: int) -> torch.Tensor:
+    """New and dense, with rows of so many elements and the model's order of the other axes."""
+    shape, strides = [*model.shape[:-1], columns], [1] * model.dim()
+    elements = columns
+    for axis in sorted(range(model.dim() - 1), key=lambda axis: (model.stride(axis), -axis)):
+        strides[axis] = elements
+        elements *= shape[axis]
+    return torch.empty_strided(shape, strides, dtype=model.dtype, device=model.device)
 
 
 def _empty_rows(model: torch.Tensor) -> torch.Tensor:

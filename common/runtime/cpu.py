@@ -505,9 +505,10 @@ def _num_cores() -> int:
 
 def _time_limit_s(operation: Operation, tensors: Sequence[torch.Tensor]) -> int:
     """Seconds after which a kernel must be in an endless loop."""
-    q, k = tensors[:2]
-    multiply_adds = operation.products * q.numel() * k.shape[2]
+    q, k, v = tensors[:3]
     queries = q.numel() / q.shape[3]
+    columns = max(q.shape[3], v.shape[3])
+    multiply_adds = operation.products * queries * columns * k.shape[2]
     return int(MIN_TIME_LIMIT_S + multiply_adds / MULTIPLY_ADDS_PER_S + queries / QUERIES_PER_S)
 
 

@@ -8,8 +8,8 @@ struct Strides {  // in elements; the head_dim axis is contiguous, so it has non
     int64_t batch, head, row;
 };
 
-// Describes q, k, v or o to the tensor memory accelerator, as [batch, heads, seq, HEAD_DIM] and in
-// boxes, where the launch descriptor asks for it. The bits are the hardware's, or the runtime's.
+// Describes q, k, v or o to the tensor memory accelerator, as [batch, heads, seq, HEAD_DIM] or, v and o,
+// [batch, heads, seq, V_HEAD_DIM], and in boxes, where the launch descriptor asks for it. The bits are the hardware's, or the runtime's.
 struct alignas(128) TensorMap {
     uint64_t opaque[16];
 };
@@ -19,8 +19,8 @@ struct AttentionParams {
     TensorMap q_map, k_map, v_map, o_map;
     const Element* q;  // [batch, heads, seq_q, HEAD_DIM]
     const Element* k;  // [batch, kv_heads, seq_k, HEAD_DIM]
-    const Element* v;  // [batch, kv_heads, seq_k, HEAD_DIM]
-    Element* o;        // [batch, heads, seq_q, HEAD_DIM]
+    const Element* v;  // [batch, kv_heads, seq_k, V_HEAD_DIM], for most steps the same
+    Element* o;        // [batch, heads, seq_q, V_HEAD_DIM]
     float* lse;        // [batch, heads, seq_q], contiguous: natural log of the softmax denominator
     void* workspace[2];  // as the launch descriptor asked, 256-byte aligned, contents undefined
     Strides q_stride, k_stride, v_stride, o_stride;

@@ -216,12 +216,13 @@ def read_plan(
 
 def sizes_of(tensors: Sequence, lengths: Lengths | None = None) -> tuple[int, ...]:
     """The sizes of a call in the order of SIZES, from its q and k; PADDED_Q, 0 without lengths; and
-    COLUMNS.
+    COLUMNS, from its q and v.
     """
     batch, heads, seq_q, head_dim = tensors[0].shape
     _, kv_heads, seq_k, _ = tensors[1].shape
     padded = padded_queries(batch, seq_q, lengths.num_sequences(batch)) if lengths else 0
-    return batch, heads, kv_heads, seq_q, seq_k, padded, head_dim
+    columns = max(head_dim, tensors[2].shape[3])
+    return batch, heads, kv_heads, seq_q, seq_k, padded, columns
 
 
 def lengths_of(step: Step, given: Lengths | None) -> Lengths | None:

@@ -28,7 +28,8 @@ using EncodeMap = int(void* map, int data_type, uint32_t rank, void* address, co
 
 struct Operand {
     int32_t strided;
-    int32_t axes[AXES - 1];                  // enum Size; of a strided one, followed by head_dim
+    int32_t axes[AXES - 1];                  // enum Size
+    int32_t columns;                         // of a strided one, along a last axis
     int32_t box_rows, box_columns, swizzle;  // of its tensor map; 0 rows: it has none
 };
 
@@ -45,7 +46,7 @@ struct Kernel {
 struct Plan {
     EncodeMap* encode;
     int32_t data_type, l2_promotion;  // the driver's enums
-    int32_t head_dim, element_bytes;
+    int32_t columns, element_bytes;   // columns: the size COLUMNS
     int32_t alignment;  // bytes that divide every row's address
     int32_t operands, workspaces, scalars;
     int32_t lengths_at;  // bytes: where in the parameter Lengths are; 0: nowhere
@@ -83,7 +84,7 @@ bool fits(const Plan& plan, const Operand& operand, int64_t address, const Tenso
         if (t.sizes[axis] != sizes[operand.axes[axis]]) return false;
         offsets |= t.strides[axis] * plan.element_bytes;
     }
-    return t.sizes[AXES - 1] == plan.head_dim && t.strides[AXES - 1] == 1 &&
+    return t.sizes[AXES - 1] == operand.columns && t.strides[AXES - 1] == 1 &&
            offsets % plan.alignment == 0;
 }
 
@@ -138,7 +139,7 @@ int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, cons
         if (padded > INT32_MAX) return UNFIT;
         sizes[PADDED_Q] = int32_t(padded);
     }
-    sizes[COLUMNS] = plan->head_dim;
+    sizes[COLUMNS] = plan->columns;
 
     int num_strided = 0;
     for (int i = 0; i < plan->operands; ++i) num_strided += plan->operand[i].strided;

@@ -42,6 +42,7 @@ class _Operand(ctypes.Structure):
     _fields_ = [
         ("strided", ctypes.c_int32),
         ("axes", ctypes.c_int32 * 3),
+        ("columns", ctypes.c_int32),
         ("box_rows", ctypes.c_int32),
         ("box_columns", ctypes.c_int32),
         ("swizzle", ctypes.c_int32),
@@ -65,7 +66,7 @@ class _Plan(ctypes.Structure):
         ("encode", ctypes.c_void_p),
         ("data_type", ctypes.c_int32),
         ("l2_promotion", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
         ("element_bytes", ctypes.c_int32),
         ("alignment", ctypes.c_int32),
         ("operands", ctypes.c_int32),
@@ -92,7 +93,7 @@ def simt_encoder(spec: Specialization) -> MapEncoder:
 
 
 class Packer:
-    """Packs the parameter of a step's kernels, compiled for a head_dim and a dtype.
+    """Packs the parameter of a step's kernels, compiled for a specialization.
 
     clusters has the blocks of each kernel's clusters. Raises UsageError where the step asks for a
     tensor map that the hardware cannot have.
@@ -120,7 +121,7 @@ class Packer:
             encoder.function,
             encoder.data_type,
             encoder.l2_promotion,
-            spec.head_dim,
+            max(spec.head_dim, spec.v_head_dim),
             DTYPES[spec.dtype].itemsize,
             descriptor.alignment,
             len(operation.operands),
@@ -133,6 +134,8 @@ class Packer:
         for operand, planned in zip(operation.operands, self._plan.operand, strict=False):
             planned.strided = operand.strided
             planned.axes[:] = [SIZES.index(axis) for axis in operand.axes[:3]]
+            if operand.strided:
+                planned.columns = getattr(spec, operand.axes[3])
             if box := boxes.get(operand.name):
                 planned.box_rows, planned.box_columns = box.rows, box.columns
                 planned.swizzle = box.swizzle

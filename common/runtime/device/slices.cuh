@@ -4,7 +4,7 @@
 #pragma once
 #include "cluster.cuh"
 
-// One more size for grids: the columns of a head. In slices of so many for the blocks of a cluster, it is
+// One more size for grids: the columns of a head, of v's where those are more. In slices of so many for the blocks of a cluster, it is
 // the first axis of a grid whose blocks of a cluster share a work tile.
 constexpr Size COLUMNS = Size(SEQ_K + 2);
 
