@@ -320,7 +320,9 @@ def _outputs(
     if not is_packed(lengths) or operation is BACKWARD:  # gradients have their inputs' axes
         return empty_outputs(operation, inputs)
     q, _, v = inputs
-    return empty_like(q, v.shape[-1]), torch.empty(rows_shape(q.shape), dtype=torch.float32, device=q.device)
+    return empty_like(q, v.shape[-1]), torch.empty(
+        rows_shape(q.shape), dtype=torch.float32, device=q.device
+    )
 
 
 def _batched(

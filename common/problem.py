@@ -39,6 +39,10 @@ class Shape:
     def v(self) -> tuple[int, ...]:
         return (self.batch, self.kv_heads, self.seq_k, self.v_head_dim)
 
+    @property
+    def o(self) -> tuple[int, ...]:
+        return (self.batch, self.heads, self.seq_q, self.v_head_dim)
+
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         head_dim = f"{self.head_dim}"

@@ -64,10 +64,10 @@ class Limits:
             if not low <= head_dim <= high or head_dim % by:
                 return f"takes head_dim {low} to {high} in multiples of {by}, not {head_dim}"
         if spec.v_head_dim != spec.head_dim and not self.v_may_differ:
-            narrow = "v" if spec.v_head_dim < spec.head_dim else "q and k, and give softmax_scale,"
+            is_narrower = spec.v_head_dim < spec.head_dim
+            padded = "v with zeros" if is_narrower else "q and k with zeros and give softmax_scale"
             return (
-                f"takes v of q's head_dim, {spec.head_dim}, not of {spec.v_head_dim}: pad {narrow} "
-                "with zeros"
+                f"takes v of q's head_dim, {spec.head_dim}, not of {spec.v_head_dim}: pad {padded}"
             )
         return None
 

@@ -381,7 +381,7 @@ def _refusal(
     if query.device.type not in ("cpu", "cuda", "meta"):
         return f"it runs on CUDA and the CPU, not on {query.device.type}"
     head_dims = [t.shape[3] for t in (query, key, value)]
-    if head_dims[0] != head_dims[1] or not {*head_dims} <= {*HEAD_DIMS}:
+    if head_dims[0] != head_dims[1] or not all(d in HEAD_DIMS for d in head_dims):
         return (
             f"q and k must have one head_dim, and v may have another, each {HEAD_DIMS[0]} to "
             f"{HEAD_DIMS[-1]} in multiples of {HEAD_DIMS.step}, not "

@@ -1,9 +1,9 @@
 // v15 -- head_dim beyond 256: each block of a cluster has a slice of a head's columns
-// taken: only for large head_dim; up to 256 there is one slice, and v12 is faster
+// taken: only for large head_dim; up to 256, the same for v, there is one slice, and v12 is faster
 // change: from v11. The blocks of a cluster have the same work tile, and each its slice of the columns
-//     of Q, K, V and O, up to 256. Of a warpgroup's rows one block computes the softmax: it gets the
-//     others' sums of Q K^T over their slices, to which it adds its own, and sends them P. The other
-//     warpgroup's rows are another block's. A cluster has one work tile
+//     of Q and K, and of V and O, up to 256. Of a warpgroup's rows one block computes the softmax: it
+//     gets the others' sums of Q K^T over their slices, to which it adds its own, and sends them P. The
+//     other warpgroup's rows are another block's. A cluster has one work tile
 // why: O of 64 rows and 512 columns is 256 floats for each thread of a warpgroup, which has 255 registers.
 //     In slices that follow one after the other, S would be computed again for each: at 512 1.5 times the
 //     products. Predicted: at 512 0.8 times the TFLOP/s of v11 at 256, for a block does what it does
@@ -103,7 +103,10 @@ extern "C" {
 __constant__ LaunchDescriptor launch_descriptor = {
     .alignment = 16,
     .kernels = {{.name = "attention_forward",
-                 .grid = {{COLUMNS, ceil_div(MOST_COLUMNS, SLICES)}, {SEQ_Q, BLOCK_M}, {HEADS, 1}, {BATCH, 1}},
+                 .grid = {{COLUMNS, ceil_div(MOST_COLUMNS, SLICES)},
+                          {SEQ_Q, BLOCK_M},
+                          {HEADS, 1},
+                          {BATCH, 1}},
                  .threads = NUM_THREADS,
                  .smem_bytes = sizeof(SharedMemory)}},
     .q_box = {BLOCK_M, PANEL, SWIZZLE_128B},
@@ -190,8 +193,9 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     // Uniform across the warp; the shuffle tells the compiler so.
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int rank = SLICES > 1 ? cluster_rank() : 0;
-    const int first_column = rank * SLICE, v_first_column = rank * V_SLICE;  // of Q and K, of V and O
-    const WorkTile& work = smem.work;  // read where it is needed: registers are short
+    const int first_column = rank * SLICE;      // of Q and K
+    const int v_first_column = rank * V_SLICE;  // of V and O
+    const WorkTile& work = smem.work;           // read where it is needed: registers are short
 
     if (threadIdx.x == PRODUCER) {
         smem.work = work_tile(p, blockIdx.x / SLICES);
@@ -232,13 +236,13 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
                     const Place<NUM_STAGES> k = {tile};
                     wait_for(smem.k_empty[k.stage()], k.phase() - 1);
                     load_tile(smem.k[k.stage()], p.k_map, first_column, tile * BLOCK_N,
-                                       work.kv_head, work.batch, smem.k_full[k.stage()]);
+                              work.kv_head, work.batch, smem.k_full[k.stage()]);
                 }
                 if (tile > 0) {
                     const Place<NUM_STAGES> v = {tile - 1};
                     wait_for(smem.v_empty[v.stage()], v.phase() - 1);
                     load_tile(smem.v[v.stage()], p.v_map, v_first_column, v.number * BLOCK_N,
-                                       work.kv_head, work.batch, smem.v_full[v.stage()]);
+                              work.kv_head, work.batch, smem.v_full[v.stage()]);
                 }
             }
         }
@@ -300,8 +304,8 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
             const uint64_t k_desc = k_major<PANELS, BLOCK_N>(smem.k[place.stage()], 0, d);
             if (d < Q_SMEM_DIM)
                 wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(
-                    s_acc, q_desc + (d / PANEL * sizeof(smem.q[0]) + 2 * (d % PANEL)) / 16,
-                    k_desc, add || d > 0);
+                    s_acc, q_desc + (d / PANEL * sizeof(smem.q[0]) + 2 * (d % PANEL)) / 16, k_desc,
+                    add || d > 0);
             else
                 wgmma_m64nNk16<Element, K_MAJOR>(s_acc, q_frag[(d - Q_SMEM_DIM) / 16], k_desc,
                                                  add || d > 0);
@@ -705,8 +709,8 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         // V_HEAD_DIM, some of which nobody has written.
 #pragma unroll
         for (int panel = 0; panel < V_PANELS; ++panel)
-            cp_async_bulk_tensor_store(p.o_map, v_first_column + PANEL * panel, warp_start, work.head,
-                                       work.batch, smem.o[panel][warp_row]);
+            cp_async_bulk_tensor_store(p.o_map, v_first_column + PANEL * panel, warp_start,
+                                       work.head, work.batch, smem.o[panel][warp_row]);
         cp_async_bulk_commit_group();
     }
     if (lane == 0) cp_async_bulk_wait_group_read<0>();

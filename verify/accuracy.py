@@ -110,8 +110,8 @@ def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
     the largest logit and u = 2^-24:
     - a logit is wrong by about 2 u L, its difference to lse by u L more, exp by 8 u: together a
       relative error of P;
-    - dP and delta, sums of head_dim products, are each wrong by up to (2 + sqrt(head_dim)) u times
-      the norms of their vectors, which is what remains where they cancel;
+    - dP and delta, sums of v_head_dim products, are each wrong by up to (2 + sqrt(v_head_dim)) u
+      times the norms of their vectors, which is what remains where they cancel;
     - a sum of n terms adds sqrt(n) u of their magnitudes;
     - rounding the gradient itself adds the unit roundoff of its dtype.
 
@@ -134,7 +134,7 @@ def expect_backward(case: Case, *inputs: torch.Tensor) -> Expected:
         *inputs,
         **arguments,
         p_error=UNIT_ROUNDOFF_FP32 * (3 * largest_logit + 8),
-        dp_error=UNIT_ROUNDOFF_FP32 * (2 + math.sqrt(shape.head_dim)),
+        dp_error=UNIT_ROUNDOFF_FP32 * (2 + math.sqrt(shape.v_head_dim)),
     )
     queries = case.most_queries * (shape.heads // shape.kv_heads)
     added = {"dq": case.most_keys, "dk": queries, "dv": queries}  # terms of a sum

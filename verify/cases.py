@@ -313,12 +313,47 @@ CASES = (
     ),
     Case("head_dim_832", Shape(2, 2, 1, 20, 70, 832), FP16, causal=True),
     Case("head_dim_1024", Shape(1, 2, 2, 70, 165, 1024), BF16, inputs=walks(-60, 120, -220)),
+    # v has a head_dim of its own: in three slices, in one, and in two where a block has no columns
+    # of K, or none of V; and in three whose last ones are short.
+    Case("head_dim_576_512", Shape(1, 4, 2, 135, 190, 576, 512), BF16, causal=True),
+    Case("head_dim_576_512_long", Shape(1, 1, 1, 10, 700, 576, 512), FP16, inputs=walks(-60, 90)),
+    Case("head_dim_576_512_1_key", Shape(1, 2, 1, 70, 1, 576, 512), BF16, causal=True),
+    Case(
+        "head_dim_192_128",
+        Shape(2, 4, 2, 141, 157, 192, 128),
+        BF16,
+        causal=True,
+        layouts=(transposed, padded, packed, padded),
+    ),
+    Case("head_dim_128_192", Shape(1, 3, 3, 70, 270, 128, 192), FP16, inputs=sudden_logits),
+    Case(
+        "head_dim_64_512",
+        Shape(1, 2, 2, 70, 165, 64, 512),
+        BF16,
+        inputs=walks(-60, 120, -220),
+    ),
+    Case(
+        "head_dim_512_64",
+        Shape(1, 2, 1, 150, 133, 512, 64),
+        BF16,
+        causal=True,
+        inputs=large_logits,
+        softmax_scale=2.0**-5,
+    ),
+    Case(
+        "head_dim_264_520",
+        Shape(1, 2, 1, 70, 150, 264, 520),
+        FP16,
+        layouts=(padded, transposed, padded, padded),
+    ),
     # Sizes that only a GPU can handle.
     replace(Case.of("headline", HEADLINE), gpu_only=True),
     Case("headline_causal", Shape(2, 16, 4, 4096, 4096, 128), BF16, causal=True, gpu_only=True),
     Case("long_16k", Shape(1, 2, 1, 16384, 16381, 64), BF16, causal=True, gpu_only=True),
     # K and V of 4 of the 6 heads of keys are 32 MB.
     Case("head_dim_512_heads", Shape(2, 6, 3, 300, 4000, 512), BF16, causal=True, gpu_only=True),
+    # All heads share one of keys and values, as in MLA's decoding.
+    Case("head_dim_576_512_heads", Shape(2, 16, 1, 300, 4000, 576, 512), BF16, gpu_only=True),
     # As many work tiles as a GPU has multiprocessors, and a few more.
     Case("shares_gpu", Shape(1, 140, 2, 20, 2100, 64), FP16, inputs=walks(2, 25), gpu_only=True),
     Case("shares_gpu_128", Shape(5, 30, 3, 70, 2100, 128), BF16, gpu_only=True),

@@ -53,8 +53,8 @@ BACKENDS = ("auto", "gpu", "cpu")
 # Besides the backends' numbers of multiprocessors: one block that computes all work tiles, or
 # blocks that compute few, some of them one less than others.
 OTHER_MULTIPROCESSORS = (1, 5)
-# step, case, shape (batch x heads/kv_heads x seq_q x seq_k x head_dim), dtype
-PLACE = "{:5} {:22} {:20} {:11}"
+# step, case, shape (batch x heads/kv_heads x seq_q x seq_k x head_dim/v_head_dim), dtype
+PLACE = "{:5} {:22} {:21} {:11}"
 
 
 def line(place: Sequence[str], measures: Sequence[object], verdict: str) -> str:

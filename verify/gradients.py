@@ -28,13 +28,13 @@ def saved_with_more_keys(
     P no longer adds up to 1, and rowsum(P * dP) is not rowsum(dout * o).
     """
     rng = torch.Generator().manual_seed(0)
-    before = (torch.randn(k.shape, generator=rng).to(k.device, k.dtype) for _ in "kv")
+    before = (torch.randn(x.shape, generator=rng).to(x.device, x.dtype) for x in (k, v))
     more = [torch.cat((x, y), 2) for x, y in zip(before, (k, v), strict=True)]
     return attention_reference(q, *more, **case.arguments)
 
 
 def normal_gradient(case: Case, rng: torch.Generator) -> torch.Tensor:
-    return torch.randn(case.shape.q, generator=rng, device=rng.device)
+    return torch.randn(case.shape.o, generator=rng, device=rng.device)
 
 
 def scaled_gradient(factor: float):
@@ -50,7 +50,7 @@ def zero_in_places(case: Case, rng: torch.Generator) -> torch.Tensor:
     """Normal, but 0 in half of the rows and in half of the columns of the others."""
     dout = normal_gradient(case, rng)
     dout[:, :, torch.rand(case.shape.seq_q, generator=rng) < 0.5] = 0
-    dout[..., torch.rand(case.shape.head_dim, generator=rng) < 0.5] = 0
+    dout[..., torch.rand(case.shape.v_head_dim, generator=rng) < 0.5] = 0
     return dout
 
 

@@ -37,11 +37,11 @@ def attention_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle: o = softmax(softmax_scale * q k^T + mask) v and its log-sum-exp, in float64.
 
-    q [batch, heads, seq_q, head_dim], k and v [batch, kv_heads, seq_k, head_dim], any dtype, device
-    and strides; query head h reads key head h // (heads / kv_heads). causal: query i sees the keys
-    j <= i + seq_k - seq_q. Returns o [batch, heads, seq_q, head_dim] and lse [batch, heads, seq_q]
-    (natural logarithm), both float64; a query that sees no key has o = 0 and lse = -inf. v may have
-    another number of columns than k; o has as many.
+    q [batch, heads, seq_q, head_dim], k [batch, kv_heads, seq_k, head_dim] and v [batch, kv_heads,
+    seq_k, v_head_dim], any dtype, device and strides; query head h reads key head
+    h // (heads / kv_heads). causal: query i sees the keys j <= i + seq_k - seq_q. Returns o [batch,
+    heads, seq_q, v_head_dim] and lse [batch, heads, seq_q] (natural logarithm), both float64; a
+    query that sees no key has o = 0 and lse = -inf.
 
     With lengths, each sequence is computed by itself, and a query sees the keys of its window: of a
     causal one, those that are in the window, too. Keys that are not there may be NaN.
@@ -81,9 +81,8 @@ def gradients_reference(
 
     P = exp(softmax_scale * q k^T - lse), delta = rowsum(dout * o), dS = P * (dout v^T - delta):
     dq = softmax_scale * dS k, dk = softmax_scale * dS^T q, dv = P^T dout, dk and dv summed over the
-    query heads that share a head of k and v. q, o, dout [batch, heads, seq_q, head_dim], k and v
-    [batch, kv_heads, seq_k, head_dim], lse [batch, heads, seq_q]; masked as in
-    attention_reference.
+    query heads that share a head of k and v. o and dout [batch, heads, seq_q, v_head_dim], the
+    others, and the mask, as in attention_reference.
     o and lse are inputs: they may be rounded, or belong to more keys than are here. P is 0 where
     lse is -inf.
 
@@ -235,7 +234,7 @@ def _gradients(
 ):
     wide = torch.promote_types(dtype, torch.float32)
     dq = torch.empty(q.shape, dtype=dtype, device=q.device)
-    dk, dv = (torch.zeros(k.shape, dtype=wide, device=q.device) for _ in range(2))
+    dk, dv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (k, v))
     for rows in backward_rows(q, k, v, o, lse, dout, dtype, causal, softmax_scale, lengths):
         dq[rows.at] = _matmul(rows.ds, rows.k) * softmax_scale
         dk[rows.kv] += _matmul(rows.ds.mT, rows.q)
@@ -264,7 +263,9 @@ def gradient_terms(
     had. All float64.
     """
     dq, dq_error = (torch.empty(q.shape, dtype=torch.float64, device=q.device) for _ in range(2))
-    dk, dk_error, dv = (torch.zeros(k.shape, dtype=torch.float64, device=q.device) for _ in "kkv")
+    dk, dk_error, dv = (
+        torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (k, k, v)
+    )
     norm_v = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float64)
     sequences = sequences_of(lengths or Lengths(), q.shape[0], q.shape[2], k.shape[2])
     of_sequences = [norm_v[i, :, keys] for i, _, keys in sequences if keys.stop > keys.start]

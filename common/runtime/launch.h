@@ -8,8 +8,9 @@ struct Strides {  // in elements; the head_dim axis is contiguous, so it has non
     int64_t batch, head, row;
 };
 
-// Describes q, k, v or o to the tensor memory accelerator, as [batch, heads, seq, HEAD_DIM] or, v and o,
-// [batch, heads, seq, V_HEAD_DIM], and in boxes, where the launch descriptor asks for it. The bits are the hardware's, or the runtime's.
+// Describes q, k, v or o to the tensor memory accelerator, as [batch, heads, seq, HEAD_DIM], v and o with
+// V_HEAD_DIM, and in boxes, where the launch descriptor asks for it. The bits are the hardware's, or the
+// runtime's.
 struct alignas(128) TensorMap {
     uint64_t opaque[16];
 };

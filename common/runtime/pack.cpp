@@ -47,7 +47,7 @@ struct Plan {
     EncodeMap* encode;
     int32_t data_type, l2_promotion;  // the driver's enums
     int32_t columns, element_bytes;   // columns: the size COLUMNS
-    int32_t alignment;  // bytes that divide every row's address
+    int32_t alignment;                // bytes that divide every row's address
     int32_t operands, workspaces, scalars;
     int32_t lengths_at;  // bytes: where in the parameter Lengths are; 0: nowhere
     int32_t kernels;

@@ -163,6 +163,85 @@ def test_large_head_dim_that_no_step_takes(dtype: torch.dtype, head_dim: int, to
         _newest(BACKWARD, inputs, causal=False)
 
 
+def _heads_of(head_dim: int, v_head_dim: int) -> tuple[torch.Tensor, ...]:
+    rng = torch.Generator().manual_seed(0)
+    shapes = (1, 2, 5, head_dim), (1, 1, 70, head_dim), (1, 1, 70, v_head_dim)
+    return tuple(torch.randn(shape, generator=rng).to(torch.bfloat16) for shape in shapes)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dims", [(72, 40), (264, 72)])
+def test_v_has_a_head_dim_of_its_own(head_dims: tuple[int, int], causal: bool) -> None:
+    """The step that takes it is chosen, and the scale is that of q and k."""
+    q, k, v = _heads_of(*head_dims)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert highest_step(CpuBackend(), FORWARD, (q, k, v), causal).name == "v15"
+    o, lse = attention(q, k, v, causal=causal, return_lse=True)
+    assert o.shape == (1, 2, 5, head_dims[1])
+    assert o.transpose(1, 2).is_contiguous()
+    scale = head_dims[0] ** -0.5
+    expected_o, expected_lse = attention_reference(q, k, v, causal=causal, softmax_scale=scale)
+    assert (o.double() - expected_o).abs().max() < 0.02
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+    # The same head_dim again, with the same step.
+    padded = torch.nn.functional.pad(v, (0, head_dims[0] - head_dims[1]))
+    again = attention(q, k, padded, causal=causal, step="v15")[..., : head_dims[1]]
+    assert torch.equal(o, again)
+
+
+def test_a_head_dim_of_v_decides_for_no_other() -> None:
+    q, k, v = _heads_of(72, 40)
+    first = attention(q, k, v)
+    same = attention(q, k, k)
+    assert same.shape == q.shape
+    assert torch.equal(attention(q, k, v), first)
+    assert torch.equal(attention(q, k, k), same)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"step": "v12"}, r"^v12 takes v of q's head_dim, 72, not of 40: pad v with zeros$"),
+        (
+            {"v": torch.zeros(1, 1, 70, 264, dtype=torch.bfloat16), "step": "v04"},
+            r"^v04 takes head_dim 8 to 256 in multiples of 8, not 264$",
+        ),
+        (
+            {"v": torch.zeros(1, 1, 70, 80, dtype=torch.bfloat16), "step": "v12"},
+            r"^v12 takes v of q's head_dim, 72, not of 80: pad q and k with zeros and give "
+            r"softmax_scale$",
+        ),
+        (
+            {"v": torch.zeros(1, 1, 70, 44, dtype=torch.bfloat16)},
+            r"^no step can run these inputs: v15 takes head_dim 8 to 1024 in multiples of 8, not 44"
+            r"; v",
+        ),
+        (
+            {"v": torch.zeros(1, 1, 69, 40, dtype=torch.bfloat16)},
+            r"^k and v must have the same shape but for head_dim, not \[1, 1, 70, 72\] and "
+            r"\[1, 1, 69, 40\]$",
+        ),
+        (
+            {"window": (8, 0)},
+            r"^no step can run these inputs: v14 takes v of q's head_dim, 72, not of 40",
+        ),
+    ],
+    ids=["step", "large v", "larger v", "v by 8", "keys", "window"],
+)
+def test_a_head_dim_of_v_that_no_step_takes_is_one_clear_line(change: dict, told: str) -> None:
+    inputs = dict(zip("qkv", _heads_of(72, 40), strict=True))
+    with pytest.raises(UsageError, match=told) as error:
+        attention(**(inputs | change))
+    assert "\n" not in str(error.value)
+
+
+def test_a_head_dim_of_v_has_no_gradients() -> None:
+    q, k, v = _heads_of(72, 40)
+    o = attention(q, k, v.requires_grad_())
+    with pytest.raises(UsageError, match="^no step can run .* v of q's head_dim, 72, not of 40"):
+        o.sum().backward()
+
+
 def test_output_lies_like_q_and_lse_comes_on_request() -> None:
     inputs = _inputs()
     inputs["q"] = inputs["q"].transpose(1, 2).contiguous().transpose(1, 2)

@@ -14,6 +14,7 @@ from common.__main__ import main
 from common.catalog import all_steps, find_step, require_well_formed, step_before, steps_to_run
 from common.errors import UsageError
 from common.paths import ROOT
+from common.problem import Specialization
 from common.report.markdown import regenerate
 from common.runtime.backend import DTYPE_NAMES
 from common.step import ARCHITECTURES, DTYPES, Parts, are_few, read_step
@@ -218,6 +219,24 @@ def test_limits(tmp_path):
     )
     assert limits.arch == "sm_90a"
     assert limits.large_smem_head_dim is None
+
+
+def test_limits_of_v(tmp_path):
+    """Of the head_dims that the line promises, v may have another than q and k."""
+    same, other = (Specialization(64, "bf16", False, v_head_dim) for v_head_dim in (64, 128))
+    assert same == Specialization(64, "bf16", False)
+    limits = read_step(write(tmp_path, LIMITS)).limits
+    assert limits.refusal(same) is None
+    assert limits.refusal(other) == (
+        "takes v of q's head_dim, 64, not of 128: pad q and k with zeros and give softmax_scale"
+    )
+    told = LIMITS.replace("by 8;", "by 8, v's may differ;")
+    limits = read_step(write(tmp_path, told)).limits
+    assert (limits.v_may_differ, limits.arch) == (True, "sm_80")
+    assert limits.refusal(other) is None
+    for v_head_dim in (264, 60):
+        refused = limits.refusal(Specialization(64, "bf16", False, v_head_dim))
+        assert refused == f"takes head_dim 8 to 256 in multiples of 8, not {v_head_dim}"
 
 
 def test_limits_of_shared_memory(tmp_path):

@@ -81,7 +81,7 @@ def test_cases_are_seeded_and_leave_the_gaps_poisoned():
         if case.name != "constant":
             assert not torch.equal(first[2], other[2])
         assert first[0].shape == case.shape.q
-        assert first[1].shape == first[2].shape == case.shape.kv
+        assert (first[1].shape, first[2].shape) == (case.shape.kv, case.shape.v)
 
 
 def set_element(which: str, index: tuple[int, ...], value: float):

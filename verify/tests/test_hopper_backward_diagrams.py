@@ -158,7 +158,7 @@ def test_registers_by_roles(role, head_dim):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(("step", "of_step"), [("b05", B05), ("b06", B06), ("b08", B08)])
 def test_shared_memory_is_the_steps(step, of_step, head_dim):
-    spec = replace(COUNTED.specialization, head_dim=head_dim)
+    spec = replace(COUNTED.specialization, head_dim=head_dim, v_head_dim=head_dim)
     kernel = CpuBackend().descriptor(find_step(step), spec).kernels[1]
     assert kernel.name == b"attention_backward"
     if step == "b08" and head_dim <= 64:
@@ -170,7 +170,7 @@ def test_shared_memory_is_the_steps(step, of_step, head_dim):
 
 @pytest.mark.parametrize("head_dim", [192, 256])
 def test_shared_memory_by_roles_is_b06s(head_dim):
-    spec = replace(COUNTED.specialization, head_dim=head_dim)
+    spec = replace(COUNTED.specialization, head_dim=head_dim, v_head_dim=head_dim)
     kernel = CpuBackend().descriptor(find_step("b06"), spec).kernels[1]
     parts = backward_budget.shared_memory_by_roles(head_dim)
     assert sum(part.size for part in parts) == kernel.smem_bytes

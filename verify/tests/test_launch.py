@@ -239,6 +239,27 @@ def test_grids_of_as_many_tiles_as_there_can_be():
 BF16 = torch.bfloat16
 
 
+@pytest.mark.parametrize("head_dims", [(64, 192), (192, 64), (192, 192)])
+def test_columns_are_those_of_q_or_of_v(head_dims):
+    """The larger number counts; and each tensor has its own."""
+    head_dim, v_head_dim = head_dims
+    by_columns = descriptor(0)
+    by_columns.kernels[0].grid[0] = launch.Extent(launch.COLUMNS, 64)
+    q, v = (torch.zeros(1, 2, 5, d, dtype=BF16) for d in head_dims)
+    tensors = (q, q, v, v, q[..., 0].float())
+    spec, plan = (
+        Specialization(head_dim, "bf16", False, v_head_dim),
+        launch.read_plan(by_columns, 1),
+    )
+    packer = pack.Packer(find_step("v15"), by_columns, plan, [1], spec, pack.simt_encoder(spec))
+    _, blocks = packer(tensors, [1.0])
+    assert blocks == [2 * 3]
+    assert launch.sizes_of(tensors) == (1, 2, 2, 5, 5, 0, 192)
+    if head_dim != v_head_dim:
+        for wrong in ((v, v, v, v), (q, q, q, q), (q, q, v, q), (q, v, v, v)):
+            assert packer((*wrong, tensors[4]), [1.0]) is None
+
+
 @pytest.mark.parametrize("sequences", [None, 3])
 def test_queries_with_whole_tiles_for_each_sequence(sequences):
     """One block for 64 of them, and some bytes of a workspace: each batch is a sequence, if none

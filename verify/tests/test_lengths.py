@@ -510,7 +510,7 @@ BAD_PACK = {
     ),
     "k and v": (
         {"v": normal(82, 2, 64)},
-        r"k and v must have the same shape, not \[83, 2, 64\] and \[82, 2, 64\]",
+        r"k and v must have the same shape but for head_dim, not \[83, 2, 64\] and \[82, 2, 64\]",
     ),
     "head_dim": (
         {"q": normal(45, 4, 32)},

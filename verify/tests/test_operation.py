@@ -6,12 +6,13 @@ import ctypes
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.operation import FORWARD, OPERATIONS, Operand, Operation, operation_of
+from common.operation import BACKWARD, FORWARD, OPERATIONS, Operand, Operation, operation_of
 from common.problem import DECODE, GRID, HEADLINE, LATENCY, Problem, Shape, Specialization
 from common.record_schema import RECORD, find_error
 from common.runtime.backend import empty_outputs, specialization
@@ -36,6 +37,7 @@ GRADIENT_OF_Q = Operation(
     workspaces=2,
     scalars=("softmax_scale", "dropout"),
     products=3,
+    v_products=1,
     oracle="attention_reference",
     yardstick="attention_in_dtype",
     headline=HEADLINE,
@@ -55,7 +57,8 @@ def test_ladders_have_records_and_plots_of_their_own() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.name)
 def test_oracle_and_yardstick_give_the_outputs(operation: Operation) -> None:
-    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "seq_q": 3, "seq_k": 5, "head_dim": 8}
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "seq_q": 3, "seq_k": 5}
+    sizes |= {"head_dim": 8, "v_head_dim": 16}
     inputs = [torch.randn([sizes[axis] for axis in each.axes]) for each in operation.inputs]
     scalars = dict.fromkeys(operation.scalars, 0.5)
     for compute in (oracle_of(operation), yardstick_of(operation)):
@@ -75,6 +78,9 @@ def test_flops_are_those_of_the_products(seq_q: int, seq_k: int, scores: float) 
     assert FORWARD.flops(full) == 2 * 2 * (2 * 4 * seq_q * seq_k * 8)
     assert FORWARD.flops(causal) == 2 * 2 * (2 * 4 * scores * 8)
     assert GRADIENT_OF_Q.flops(causal) == 3 * 2 * (2 * 4 * scores * 8)
+    of_v = Problem(replace(shape, v_head_dim=24), "bf16", causal=True)
+    assert FORWARD.flops(of_v) == 2 * (2 * 4 * scores * (8 + 24))
+    assert BACKWARD.flops(of_v) == 2 * (2 * 4 * scores * (3 * 8 + 2 * 24))
 
 
 def test_flops_of_a_mask_are_those_of_the_visible_keys() -> None:
@@ -197,6 +203,22 @@ def test_outputs_lie_like_the_inputs_they_resemble() -> None:
     k = torch.zeros(1, 2, 5, 8, dtype=torch.bfloat16)
     (dq,) = empty_outputs(GRADIENT_OF_Q, (q, k, q, torch.zeros(1, 4, 3)))
     assert (dq.shape, dq.stride(), dq.dtype) == (q.shape, q.stride(), q.dtype)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
+def test_o_lies_like_q_with_as_many_columns_as_v(order: tuple[int, ...]) -> None:
+    sizes = (2, 3, 4)
+    storage = torch.zeros(*(sizes[axis] for axis in order), 16, dtype=torch.bfloat16)
+    q = storage.permute(*(order.index(axis) for axis in range(3)), 3)
+    assert q.shape == (2, 3, 4, 16)
+    for columns in (16, 8, 24):
+        o, lse = empty_outputs(FORWARD, (q, q, q.new_zeros(2, 3, 4, columns)))
+        assert (o.shape, lse.shape) == ((2, 3, 4, columns), (2, 3, 4))
+        assert o.stride() == (*(s // 16 * columns for s in q.stride()[:3]), 1)
+        assert o._base is None
+    o, _ = empty_outputs(FORWARD, (q[:, :1].expand(q.shape), q, q.new_zeros(2, 3, 4, 24)))
+    assert o.stride(3) == 1
+    assert o.permute(*sorted(range(4), key=o.stride, reverse=True)).is_contiguous()
 
 
 def test_measured_problems() -> None:

@@ -95,6 +95,28 @@ def test_the_fakes_lie_like_the_real_ones(layout, device: str) -> None:
             assert (fake.dtype, fake.device) == (real.dtype, real.device)
 
 
+@pytest.mark.parametrize("layout", [contiguous, transposed, padded])
+def test_where_v_has_a_head_dim_of_its_own(layout) -> None:
+    """The fakes and torch.compile know o's shape and strides, and torch.vmap maps it."""
+    q, k, v = make_inputs(layout=layout)
+    v = torch.cat((v, v[..., :32]), -1)
+    o, lse = op.forward(q, k, v, True, None, None)
+    assert (o.shape, lse.shape) == ((1, 2, 9, 96), (1, 2, 9))
+    with FakeTensorMode() as mode:
+        fake, _ = op.forward(*map(mode.from_tensor, (q, k, v)), True, None, None)
+    meta, _ = op.forward(*(t.to("meta") for t in (q, k, v)), True, None, None)
+    assert fake.shape == meta.shape == o.shape
+    assert fake.stride() == o.stride()
+    torch.library.opcheck(op.forward, (q, k, v, True, None, None))
+    torch.compiler.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    found = compiled(q, k, v, causal=True)
+    assert torch.equal(found, o)
+    assert found.stride() == o.stride()
+    mapped = torch.vmap(lambda v: attention(q, k, v, causal=True))(torch.stack((v, v)))
+    assert torch.equal(mapped, torch.stack((o, o)))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -290,6 +312,7 @@ def test_what_a_step_depends_on_is_looked_up(prepared) -> None:
         (off.copy_(q), k, v),  # rows that are not at multiples of 16 bytes, but of 2
         (q.half(), k.half(), v.half()),
         (q[..., :32].contiguous(), k[..., :32].contiguous(), v[..., :32].contiguous()),
+        (q, k, v[..., :32].contiguous()),
     ]
     for inputs in calls:
         attention(*inputs)
@@ -356,7 +379,7 @@ def test_rows_that_few_steps_can_read_decide_for_no_others(prepared) -> None:
         lambda q, k, v: (q, k[:, :0], v[:, :0]),
         lambda q, k, v: (q[:, :, :0], k, v),
         lambda q, k, v: (q, k[..., :32], v[..., :32]),
-        lambda q, k, v: (q, k, v[..., :32]),
+        lambda q, k, v: (q, k, v[..., :31]),
         lambda q, k, v: (q[0], k, v),
         lambda q, k, v: (q, k[0], v[None]),
         lambda q, k, v: (q, k.mT.contiguous().mT, v),

@@ -631,9 +631,10 @@ def test_a_window_falls_back_where_gradients_must_repeat(calls, monkeypatch) -> 
     [
         (lambda q, k, v: (q[:1], k, v), "the same batch"),
         (lambda q, k, v: (q, k.mT.contiguous().mT, v), "must be contiguous"),
-        (lambda q, k, v: (q, k, v[..., :8]), r"one head_dim, .*, not 8, 64"),
+        (lambda q, k, v: (q, k, v[..., :8]), r"no step can run .* bf16, fp16, not fp32"),
+        (lambda q, k, v: (q, k, v[..., :4]), r"one head_dim, and v .*, not 64, 64, 4"),
     ],
-    ids=["batch", "stride", "head_dim of v"],
+    ids=["batch", "stride", "dtype for head_dim of v", "head_dim of v"],
 )
 def test_inputs_that_fall_back(change, reason: str, calls) -> None:
     q, k, v = change(*torch.randn(3, 2, 2, 5, 64).unbind())
@@ -658,6 +659,20 @@ def test_heads_so_large_that_not_every_dtype_has_a_step(calls) -> None:
     found, _ = integration.attention_forward(module, *half, None, is_causal=False)
     assert len(calls) == 1
     torch.testing.assert_close(found.float(), expected, atol=2**-6, rtol=2**-6)
+
+
+def test_v_of_a_head_dim_of_its_own(calls) -> None:
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 5, d, generator=rng).bfloat16() for d in (72, 72, 40))
+    module = torch.nn.Module()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    found, _ = integration.attention_forward(module, q, k, v, None, is_causal=False)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected, atol=2**-6, rtol=2**-6)
+    assert len(calls) == 1
+    with pytest.warns(UserWarning, match="no step can run .* v of q's head_dim, 72, not of 40"):
+        integration.attention_forward(module, q.requires_grad_(), k, v, None, is_causal=False)
+    assert len(calls) == 1
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
