@@ -25,8 +25,8 @@ _ROWS = ("batch", "heads", "seq_q")
 class Operand:
     """A tensor that a kernel takes: its axes by the names of their sizes.
 
-    Where the last one is head_dim or v_head_dim it has the dtype of the call, any strides and, where
-    a launch descriptor asks for it, a tensor map. Elsewhere it is float32 and contiguous.
+    Where the last one is head_dim or v_head_dim it has the dtype of the call, any strides and,
+    where a launch descriptor asks for it, a tensor map. Elsewhere it is float32 and contiguous.
     """
 
     name: str

@@ -238,7 +238,7 @@ def test_a_head_dim_of_v_that_no_step_takes_is_one_clear_line(change: dict, told
 def test_a_head_dim_of_v_has_no_gradients() -> None:
     q, k, v = _heads_of(72, 40)
     o = attention(q, k, v.requires_grad_())
-    with pytest.raises(UsageError, match="^no step can run .* v of q's head_dim, 72, not of 40"):
+    with pytest.raises(UsageError, match=r"^no step can run .* v of q's head_dim, 72, not of 40"):
         o.sum().backward()
 
 
