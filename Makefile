@@ -102,7 +102,7 @@ check: $(READY)  ## all steps on all cases; STEPS="v01 v03" CASES=ragged,gqa SEE
 	$(PY) verify/check.py $(strip $(STEPS) $(if $(CASES),--cases '$(CASES)') $(if $(SEED),--seed $(SEED)) \
 	    $(if $(BACKEND),--backend $(BACKEND)) $(if $(SANITIZE),--sanitize) $(if $(TIME_LIMIT),--time-limit $(TIME_LIMIT)))
 
-bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the experiments; GRID=1: more shapes; DIST=1: more kinds of inputs; LARGE=1: head_dim 256 and more; DECODE=1: few queries on many keys; LENGTHS=1: packed sequences and windows; LATENCY=1: small calls; TRAIN=1: training; GPUS=2: one sequence over two GPUs
+bench: $(READY)  ## on a GPU: time all steps and the peers; EXPERIMENTS=1: the experiments; GRID=1: more shapes; DIST=1: more kinds of inputs; LARGE=1: head_dim 256 and more, or v's own; DECODE=1: few queries on many keys; LENGTHS=1: packed sequences and windows; LATENCY=1: small calls; TRAIN=1: training; GPUS=2: one sequence over two GPUs
 	$(PY) -m common bench $(if $(EXPERIMENTS),--experiments) $(if $(GRID),--grid) $(if $(DIST),--distributions) $(if $(LARGE),--large-head-dim) $(if $(DECODE),--decode) $(if $(LENGTHS),--lengths) $(if $(LATENCY),--latency) $(if $(TRAIN),--training) $(if $(GPUS),--gpus $(GPUS))
 
 profile: $(READY)  ## N=4, N="4 5": registers, instructions and bank conflicts of these steps; on a GPU also ncu's counters and, of v09 to v11, b06 and b08, a timeline

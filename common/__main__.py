@@ -33,7 +33,9 @@ def _main(arguments: list[str] | None) -> int:
     bench.add_argument("--experiments", action="store_true", help="the experiments instead")
     bench.add_argument("--grid", action="store_true", help="over a grid of shapes")
     bench.add_argument("--distributions", action="store_true", help="on many kinds of inputs")
-    bench.add_argument("--large-head-dim", action="store_true", help="head_dim 256 and more")
+    bench.add_argument(
+        "--large-head-dim", action="store_true", help="head_dim 256 and more, or v's own"
+    )
     bench.add_argument("--decode", action="store_true", help="few queries on many keys")
     bench.add_argument("--lengths", action="store_true", help="packed sequences and windows")
     bench.add_argument("--latency", action="store_true", help="what small calls cost")

@@ -156,7 +156,7 @@ def bench_distributions() -> int:
 
 
 def bench_large_head_dim() -> int:
-    """Measures each ladder's step for large head_dim and the peers at head_dim 256 and more."""
+    """Measures each ladder's step for large head_dim and the peers there, and at head_dim 256."""
     _require_gpu()
     from .bench.large_head_dim import measure_large_head_dim
 

@@ -262,16 +262,22 @@ def _distributions() -> Iterator[tuple[str, tuple[Problem, str]]]:
         yield name, (Problem(shape, dtype, causal=True), TRAINED)
 
 
-# As FlashAttention's convention, but that heads may be too few for the hidden size: 256, where most
-# steps and peers stop, and beyond.
-LARGE_HEAD_DIMS = {
-    f"d{head_dim}{'_causal' if causal else ''}_{seq}": Problem(
-        Shape(TOKENS // seq, *(max(1, HIDDEN // head_dim),) * 2, seq, seq, head_dim), "bf16", causal
-    )
-    for head_dim, causal, seq in product(
-        (256, 320, 384, 512, 576, 768, 1024), (False, True), (4096, 16384)
-    )
-}
+def _large_head_dims() -> Iterator[tuple[str, Problem]]:
+    """As FlashAttention's convention, but that heads may be too few for the hidden size: 256, where
+    most steps and peers stop, and beyond; then MLA's, where v has a head_dim of its own.
+    """
+    own = ((192, 128), (576, 512))  # of MLA in training, and as it decodes
+    of_v = dict.fromkeys((256, 320, 384, 512, 576, 768, 1024))
+    for (head_dim, v_head_dim), causal, seq in product(
+        (*of_v.items(), *own), (False, True), (4096, 16384)
+    ):
+        heads = max(1, HIDDEN // head_dim)
+        shape = Shape(TOKENS // seq, heads, heads, seq, seq, head_dim, v_head_dim)
+        name = f"d{head_dim}{f'_v{v_head_dim}' if v_head_dim else ''}"
+        yield f"{name}{'_causal' if causal else ''}_{seq}", Problem(shape, "bf16", causal)
+
+
+LARGE_HEAD_DIMS = dict(_large_head_dims())
 DISTRIBUTIONS = dict(_distributions())  # by a cell's name: the problem and the kind of inputs
 LATENCY = {
     f"n{seq}{'_causal' if causal else ''}": Problem(Shape(1, 16, 16, seq, seq, 128), "bf16", causal)

@@ -20,6 +20,7 @@ from common.text import markdown
 from verify.wgmma_operands import mixed_operands
 
 HEAD_DIMS = (64, 128, 256, 512, 1024)
+OWN_HEAD_DIMS = ((192, 128), (576, 512))  # where v's may differ: of q and k, and of v
 # The steps that have local memory, and where: a thread of v03 keeps a query row of O, 256 floats in
 # 255 registers, and one of b01 up to four rows; the thread of b10 that loads has 24 registers, and
 # no room for its place while it finds out which work is next; in v15 a block that sends to three
@@ -89,6 +90,11 @@ def _compile(
 
 
 def _specializations(step: Step) -> list[Specialization]:
-    values = product(HEAD_DIMS, step.limits.dtypes, (False, True))
-    specs = (Specialization(*value) for value in values)
+    head_dims = (*zip(HEAD_DIMS, HEAD_DIMS, strict=True), *OWN_HEAD_DIMS)
+    specs = (
+        Specialization(head_dim, dtype, causal, v_head_dim)
+        for (head_dim, v_head_dim), dtype, causal in product(
+            head_dims, step.limits.dtypes, (False, True)
+        )
+    )
     return [spec for spec in specs if not step.limits.refusal(spec)]

@@ -124,10 +124,12 @@ def new_run() -> str:
 def describe_cell(case: Case, environment: dict) -> dict:
     """The part that all records of cells share; each cell is its own run.
 
-    seq is the number of queries; seq_k is there where there are not as many keys.
+    seq is the number of queries; seq_k is there where there are not as many keys, v_head_dim where
+    v has another head_dim than q and k.
     """
     shape = case.shape
     keys = {} if shape.seq_k == shape.seq_q else {"seq_k": shape.seq_k}
+    of_v = {} if shape.v_head_dim == shape.head_dim else {"v_head_dim": shape.v_head_dim}
     return {
         "name": case.name,
         "run": new_run(),
@@ -138,5 +140,6 @@ def describe_cell(case: Case, environment: dict) -> dict:
         "seq": shape.seq_q,
         **keys,
         "head_dim": shape.head_dim,
+        **of_v,
         "causal": case.causal,
     }

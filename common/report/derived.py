@@ -17,7 +17,7 @@ from ..metrics import (
 from ..operation import operation_of
 from ..problem import GROUPS
 from ..record_schema import FA3, NUMBER, OURS, PADDED, RING, SHARDED_ATTENTIONS
-from ..step import LARGE_HEAD_DIM, are_few
+from ..step import LARGE_HEAD_DIM, are_few, is_large
 
 # Beside the ring: our other way, one GPU with the whole problem, and torch's ways.
 _, ULYSSES, ONE_GPU, *CONTEXT_PARALLEL = SHARDED_ATTENTIONS
@@ -148,12 +148,17 @@ def rates_of(cell: dict) -> dict[str, float]:
 
 
 def large_ratios(record: dict) -> dict[str, float]:
-    """Of large head_dim, by cell above LARGE_HEAD_DIM: the rate of the step over the fastest
-    peer's, where one was measured.
+    """Of large head_dim, by cell where it is_large(): the rate of the step over the fastest peer's,
+    where one was measured.
     """
     step, _ = record["sources"]
-    large = {cell["name"] for cell in record["cells"] if cell["head_dim"] > LARGE_HEAD_DIM}
+    large = {cell["name"] for cell in record["cells"] if is_large(*head_dims(cell))}
     return {name: ratio for name, ratio in peer_ratios(record, step).items() if name in large}
+
+
+def head_dims(cell: dict) -> tuple[int, int]:
+    """Of a cell: that of q and k, and that of v."""
+    return cell["head_dim"], cell.get("v_head_dim", cell["head_dim"])
 
 
 def ratios_to_256(record: dict) -> dict[str, float]:

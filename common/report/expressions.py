@@ -14,7 +14,8 @@
     grid.d64_causal_4096.v07.error       the largest error of its o, or of the operation's first
                                          output; in distributions likewise
     distributions.d64_causal_fp16_normal_4.rescaled      a share of a cell
-    large_head_dim.d512_causal_4096.v15  likewise, and ...v15.error, of head_dim 256 and more
+    large_head_dim.d512_causal_4096.v15  likewise, and ...v15.error, of head_dim 256 and more or,
+                                         as in d576_v512_4096, of v with one of its own
     large_head_dim.over_256              of derived.LARGE_HEAD_DIM_FIGURES, of all its cells
     large_head_dim_backward.mean         likewise, of gradients
     utilisation.d64_4096.v12.exp : .0%   in a cell of the grid, one of utilisation.shares()

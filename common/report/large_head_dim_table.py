@@ -1,11 +1,11 @@
-"""The table of head_dim 256 and more."""
+"""The table of head_dim 256 and more, and of v with one of its own."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from ..operation import FORWARD, Operation
-from ..step import LARGE_HEAD_DIM
+from ..step import LARGE_HEAD_DIM, is_large
 from ..text import listed
 from . import rows
 from .captions import how_measured, inputs, missing, routes, summary
@@ -22,11 +22,16 @@ def large_head_dim(record_set: RecordSet, operation: Operation = FORWARD) -> str
         return STALE if measured else NOT_MEASURED
     found = rows.large_head_dim(record_set, operation)
     columns = {
-        ">head_dim": shown("head_dim"),
+        ">head_dim": _head_dim,
         "Step": shown("step"),
         **{f">{column}": _rates(column) for column in found[0]["by_column"]},
     }
     return f"{table_of(columns, found)}\n\n{_conditions(measured, found, operation)}"
+
+
+def _head_dim(row: Row) -> str:
+    head_dim, v_head_dim = row["head_dim"], row["v_head_dim"]
+    return f"{head_dim}" if v_head_dim == head_dim else f"{head_dim} / {v_head_dim}"
 
 
 def _rates(column: str) -> Cell:
@@ -54,7 +59,7 @@ def _conditions(measured: Cells, found: list[Row], operation: Operation) -> str:
         rates["name"]
         for row in found
         for rates in row["by_column"].values()
-        if row["head_dim"] > LARGE_HEAD_DIM and rates and rates["name"]
+        if is_large(row["head_dim"], row["v_head_dim"]) and rates and rates["name"]
     )
     told = [f"{name} in {count}" for name, count in peers.most_common()]
     fastest = f"{listed(told)} cells" if told else "missing"
@@ -63,8 +68,9 @@ def _conditions(measured: Cells, found: list[Row], operation: Operation) -> str:
         "TFLOP/s of the step / of the fastest peer, and the one over the other. In parentheses: "
         f"{step}'s TFLOP/s over those of {narrow}, which attention() takes up to head_dim "
         f"{LARGE_HEAD_DIM}, at {LARGE_HEAD_DIM} in the same column; at {WIDE}: "
-        f"{summary(wide_ratios(record))}. {step} over the fastest peer, above {LARGE_HEAD_DIM}: "
-        f"{summary(large_ratios(record))}. That is {fastest}. "
+        f"{summary(wide_ratios(record))}. {step} over the fastest peer, above {LARGE_HEAD_DIM} and "
+        f"where v has its own: {summary(large_ratios(record))}. That is {fastest}. "
+        "Two numbers are head_dim of q and k / of v. "
         f"{record['device']}, {record['dtype']}; {cell['batch'] * cell['seq']} tokens in sequences "
         f"of N, {cell['heads'] * cell['head_dim']} / head_dim heads, rounded down; "
         f"{inputs(operation)}; where the mask is causal, the operations of visible keys are "

@@ -22,6 +22,7 @@ from .derived import (
     decode_ratios,
     derived,
     fastest_peer,
+    head_dims,
     lengths_ratios,
     peer_ratios,
     rates_of,
@@ -300,7 +301,8 @@ def decode(record_set: RecordSet) -> list[Row]:
 
 
 def large_head_dim(record_set: RecordSet, operation: Operation = FORWARD) -> list[Row]:
-    """A row for each head_dim and step, one that attention() takes at 256 in front of the other.
+    """A row for each head_dim, of q and of v, and step, one that attention() takes at 256 in front
+    of the other.
 
     by_column has for each mask and sequence the step's rate, peer, the fastest one's, its name,
     ratio, the step's rate over that, and over_256, of the step for large head_dim that over the
@@ -321,9 +323,15 @@ def large_head_dim(record_set: RecordSet, operation: Operation = FORWARD) -> lis
         for name in (narrow, step):
             if name not in cell["tflops"]:
                 continue
+            head_dim, v_head_dim = head_dims(cell)
             row = found.setdefault(
-                (cell["head_dim"], name),
-                {"head_dim": cell["head_dim"], "step": name, "by_column": dict.fromkeys(columns)},
+                (head_dim, v_head_dim, name),
+                {
+                    "head_dim": head_dim,
+                    "v_head_dim": v_head_dim,
+                    "step": name,
+                    "by_column": dict.fromkeys(columns),
+                },
             )
             rate = rates.get(name)
             row["by_column"][_mask_and_seq(cell)] = {

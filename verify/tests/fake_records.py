@@ -132,8 +132,8 @@ def fake_grid(*steps: Step) -> dict:
 
 def fake_large_head_dim(step: Step, narrow: Step) -> dict:
     """The step does 300 TFLOP/s at head_dim 512 and 200 elsewhere, 30 more with a causal mask, and
-    the other one 400 at 256, where a peer does 250. Above, one does 100 but where N is 16384: there
-    sdpa_math does 25, and sdpa_efficient nothing where head_dim is 1024.
+    the other one 400 at 256, where a peer does 250. Elsewhere one does 100 but where N is 16384:
+    there sdpa_math does 25, and sdpa_efficient nothing where head_dim is 1024.
     """
     fake = fake_grid(step, narrow)
     cell = {key: fake["cells"][0][key] for key in ("environment", "samples_ms")}
@@ -160,6 +160,7 @@ def fake_large_head_dim(step: Step, narrow: Step) -> dict:
                 **{key: getattr(problem.shape, key) for key in ("batch", "heads", "kv_heads")},
                 "seq": problem.shape.seq_q,
                 "head_dim": problem.shape.head_dim,
+                **({"v_head_dim": problem.shape.v_head_dim} if "_v" in name else {}),
                 "causal": problem.causal,
                 "tflops": rates(problem),
                 "routes": {"sdpa_math": "torch, math", "sdpa_efficient": "torch"},

@@ -54,8 +54,11 @@ def test_every_step_is_compiled_in_its_own_dtypes(gate):
     for step in all_steps():
         specs = [spec for compiled_step, spec, _ in compiled if compiled_step == step]
         assert {spec.dtype for spec in specs} == set(step.limits.dtypes)
-        dims = {dim for dim in compile_gate.HEAD_DIMS if dim <= step.limits.highest_head_dim}
-        assert {spec.head_dim for spec in specs} == dims
+        dims = {(dim, dim) for dim in compile_gate.HEAD_DIMS}
+        if step.limits.v_may_differ:
+            dims |= {*compile_gate.OWN_HEAD_DIMS}
+        dims = {pair for pair in dims if max(pair) <= step.limits.highest_head_dim}
+        assert {(spec.head_dim, spec.v_head_dim) for spec in specs} == dims
         assert {spec.causal for spec in specs} == {False, True}
         assert step.limits.arch in {
             arch for compiled_step, _, arch in compiled if compiled_step == step

@@ -1,4 +1,4 @@
-"""head_dim 256 and more: cells, how they are measured, their record, its table and figures."""
+"""Large head_dim: cells, how they are measured, their record, its table and figures."""
 
 from __future__ import annotations
 
@@ -43,21 +43,28 @@ PEERS = ["sdpa_math", "sdpa_efficient", "sdpa_cudnn", "flash_attention_3"]
 
 
 def test_cells():
-    assert len(LARGE_HEAD_DIMS) == 7 * 2 * 2
-    heads = {256: 8, 320: 6, 384: 5, 512: 4, 576: 3, 768: 2, 1024: 2}
+    assert len(LARGE_HEAD_DIMS) == 9 * 2 * 2
+    heads = {192: 10, 256: 8, 320: 6, 384: 5, 512: 4, 576: 3, 768: 2, 1024: 2}
+    own = set()
     for name, problem in LARGE_HEAD_DIMS.items():
         shape = problem.shape
         assert shape.batch * shape.seq_q == TOKENS
         assert shape.seq_k == shape.seq_q
         assert shape.heads == shape.kv_heads == heads[shape.head_dim]
         mask = "_causal" if problem.causal else ""
-        assert name == f"d{shape.head_dim}{mask}_{shape.seq_q}"
+        of_v = ""
+        if shape.v_head_dim != shape.head_dim:
+            own.add((shape.head_dim, shape.v_head_dim))
+            of_v = f"_v{shape.v_head_dim}"
+        assert name == f"d{shape.head_dim}{of_v}{mask}_{shape.seq_q}"
         assert problem.dtype == "bf16"
+    assert own == {(192, 128), (576, 512)}
     for name in ("d256_4096", "d256_causal_16384"):
         assert LARGE_HEAD_DIMS[name] == GRID[name]
     for operation in OPERATIONS.values():
         cases = cases_of(operation)
-        assert [case.name for case in cases] == list(LARGE_HEAD_DIMS)
+        names = [name for name in LARGE_HEAD_DIMS if operation == FORWARD or "_v" not in name]
+        assert [case.name for case in cases] == names
         assert {case.operation for case in cases} == {operation}
 
 
@@ -92,25 +99,30 @@ def test_peers(monkeypatch):
     """On the CPU torch has its unfused code only."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     rng = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 8, 320, generator=rng) for _ in range(3))
 
     def no_library():
         raise ImportError("no library")
 
     monkeypatch.setattr(peers, "_find_flash_attention_3", no_library)
-    found = load_for_large_head_dim(FORWARD, (q, k, v), causal=True)
-    assert list(found) == PEERS
-    assert found["flash_attention_3"] == "no library"
-    math = found["sdpa_math"]
-    assert isinstance(math, Peer)
-    o, _ = attention_reference(q, k, v, causal=True, softmax_scale=320**-0.5)
-    assert torch.allclose(math.call().double(), o, atol=1e-5)
-    dout = torch.randn(q.shape, generator=rng)
-    lse = torch.zeros(1, 2, 8)
+    for head_dim, v_head_dim in ((320, 320), (576, 512)):
+        shape = Shape(1, 2, 2, 8, 8, head_dim, v_head_dim)
+        q, k, v = (torch.randn(size, generator=rng) for size in (shape.q, shape.kv, shape.v))
+        found = load_for_large_head_dim(FORWARD, (q, k, v), causal=True)
+        assert list(found) == PEERS
+        assert found["flash_attention_3"] == "no library"
+        math = found["sdpa_math"]
+        assert isinstance(math, Peer)
+        o, _ = attention_reference(q, k, v, causal=True, softmax_scale=head_dim**-0.5)
+        assert torch.allclose(math.call().double(), o, atol=1e-5)
+    dout, lse = torch.randn(o.shape, generator=rng), torch.zeros(1, 2, 8)
     found = load_for_large_head_dim(BACKWARD, (q, k, v, o.float(), lse, dout), causal=True)
     assert list(found) == PEERS
     assert isinstance(found["sdpa_math"], Peer)
-    assert [gradient.shape for gradient in found["sdpa_math"].call()] == [q.shape] * 3
+    assert [gradient.shape for gradient in found["sdpa_math"].call()] == [
+        q.shape,
+        k.shape,
+        v.shape,
+    ]
     assert peers._sdpa_route(peers.SDPBackend.EFFICIENT_ATTENTION).endswith(", memory-efficient")
 
 
@@ -186,6 +198,7 @@ def test_measured_cell(without_a_gpu):
         "sdpa_efficient": rate,
     }
     assert cell["routes"] == {"sdpa_efficient": "torch"}
+    assert "v_head_dim" not in cell
     with pytest.raises(UsageError, match=r"sdpa_efficient is wrong on tiny: an error of .* in o"):
         grid.measure_shape(
             backend,
@@ -242,12 +255,13 @@ def test_form():
 def test_ratios():
     record = fake_large_head_dim(STEP, NARROW)
     ratios = large_ratios(record)
-    assert len(ratios) == 24
+    assert len(ratios) == 32
     assert not any(name.startswith("d256") for name in ratios)
+    assert ratios["d192_v128_4096"] == 200 / 100
     assert ratios["d512_4096"] == 300 / 100
     assert ratios["d1024_causal_16384"] == 230 / 25
     of_256 = ratios_to_256(record)
-    assert len(of_256) == 28
+    assert len(of_256) == 36
     assert (of_256["d256_4096"], of_256["d512_causal_16384"]) == (200 / 400, 330 / 400)
 
 
@@ -255,11 +269,11 @@ def test_figures():
     record = fake_large_head_dim(STEP, NARROW)
     figures = large_head_dim_figures(record)
     assert tuple(figures) == LARGE_HEAD_DIM_FIGURES
-    # Of 6 head_dim, in 4 columns: 2, 8, 2.3 and 9.2, of 512 3, 12, 3.3 and 13.2.
-    product = (2 * 8 * 2.3 * 9.2) ** 5 * 3 * 12 * 3.3 * 13.2
+    # Of 8 head_dim, in 4 columns: 2, 8, 2.3 and 9.2, of 512 3, 12, 3.3 and 13.2.
+    product = (2 * 8 * 2.3 * 9.2) ** 7 * 3 * 12 * 3.3 * 13.2
     assert figures == {
-        "cells": 24,
-        "mean": pytest.approx(product ** (1 / 24)),
+        "cells": 32,
+        "mean": pytest.approx(product ** (1 / 32)),
         "smallest": 2.0,
         "smallest_cell": "d320_4096",
         "slower": 0,
@@ -273,12 +287,14 @@ def test_figures():
 
 def test_rows(record_set):
     found = rows.large_head_dim(record_set())
-    assert [(row["head_dim"], row["step"]) for row in found] == [
-        (256, NARROW.name),
-        *((head_dim, STEP.name) for head_dim in (256, 320, 384, 512, 576, 768, 1024)),
+    assert [(row["head_dim"], row["v_head_dim"], row["step"]) for row in found] == [
+        (256, 256, NARROW.name),
+        *((head_dim, head_dim, STEP.name) for head_dim in (256, 320, 384, 512, 576, 768, 1024)),
+        (192, 128, STEP.name),
+        (576, 512, STEP.name),
     ]
     assert all(list(row["by_column"]) == COLUMNS for row in found)
-    first, second, *_, last = found
+    first, second, *_, last, _, _ = found
     fa3 = {"peer": 250.0, "name": "flash_attention_3"}
     assert first["by_column"]["N 4096"] == {"rate": 400.0, **fa3, "ratio": 1.6, "over_256": None}
     assert second["by_column"]["N 4096"] == {"rate": 200.0, **fa3, "ratio": 0.8, "over_256": 0.5}
@@ -306,17 +322,20 @@ def test_table(record_set):
         f"| 512 | {STEP.name} | 300 / 100, **3.000 ×** (0.750) | 300 / 25, **12.000 ×** (0.750) | "
         "330 / 100, **3.300 ×** (0.825) | 330 / 25, **13.200 ×** (0.825) |"
     )
+    assert [line.split(" | ")[0] for line in lines[10:12]] == ["| 192 / 128", "| 576 / 512"]
     caption = lines[-1]
     for told in (
         f"{STEP.name}'s TFLOP/s over those of {NARROW.name}, which attention() takes up to "
         "head_dim 256, at 256 in the same column; at 512: geometric mean of 4 cells 0.787 ×, "
         "smallest 0.750 × (d512_4096).",
-        f"{STEP.name} over the fastest peer, above 256: geometric mean of 24 cells ",
-        "smallest 2.000 × (d320_4096). That is sdpa_efficient in 12 and sdpa_math in 12 cells.",
+        f"{STEP.name} over the fastest peer, above 256 and where v has its own: geometric mean of "
+        "32 cells ",
+        "smallest 2.000 × (d320_4096). That is sdpa_efficient in 16 and sdpa_math in 16 cells.",
+        " Two numbers are head_dim of q and k / of v. ",
         "16384 tokens in sequences of N, 2048 / head_dim heads, rounded down; ",
-        "Peers: sdpa_math: torch, math; sdpa_efficient: torch. Missing: sdpa_math in 14 of 28 "
-        "cells: out of memory; flash_attention_3 in 24 of 28 cells: head dimension at most 256; "
-        "sdpa_efficient in 2 of 28 cells: too large. Median of 3 interleaved rounds per cell, "
+        "Peers: sdpa_math: torch, math; sdpa_efficient: torch. Missing: sdpa_math in 18 of 36 "
+        "cells: out of memory; flash_attention_3 in 32 of 36 cells: head dimension at most 256; "
+        "sdpa_efficient in 2 of 36 cells: too large. Median of 3 interleaved rounds per cell, "
         "the slow ones apart, L2",
     ):
         assert told in caption
@@ -326,7 +345,7 @@ def test_table(record_set):
 def test_run_before(record_set):
     previous = fake_large_head_dim(STEP, NARROW)
     caption = large_head_dim_table.large_head_dim(record_set(previous)).splitlines()[-1]
-    assert "In the run before, of the same sources: geometric mean of 24 cells " in caption
+    assert "In the run before, of the same sources: geometric mean of 32 cells " in caption
 
 
 def test_what_is_missing_in_a_table(record_set):
@@ -336,7 +355,7 @@ def test_what_is_missing_in_a_table(record_set):
     text = large_head_dim_table.large_head_dim(record_set(cells=cells[:1] + cells[5:]))
     assert f"| 256 | {NARROW.name} | missing / missing |  |  |  |" in text
     assert f"| 320 | {STEP.name} |  | 100 / missing |" in text
-    assert "above 256: not measured. That is missing. " in text
+    assert "where v has its own: not measured. That is missing. " in text
 
 
 def test_tables_without_numbers(record_set, tmp_path):
@@ -357,7 +376,8 @@ def test_tables_without_numbers(record_set, tmp_path):
 @pytest.mark.parametrize(
     ("expression", "text"),
     [
-        ("large_head_dim.cells : .0f", "24"),
+        ("large_head_dim.cells : .0f", "32"),
+        (f"large_head_dim.d576_v512_4096.{STEP.name} : .0f", "200"),
         ("large_head_dim.smallest : .2f", "2.00"),
         ("large_head_dim.smallest_cell", "d320_4096"),
         ("large_head_dim.over_256 : .3f", "0.787"),
@@ -419,10 +439,11 @@ def test_markers(record_set, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_small_cells_on_a_gpu(monkeypatch, tmp_path):
-    shapes = {"d256_causal_512": 256, "d320_causal_512": 320}
+    shapes = {"d256_causal_512": (256, 256), "d320_causal_512": (320, 320)}
+    shapes["d576_v512_causal_512"] = 576, 512
     cases = tuple(
-        replace(TINY, name=name, shape=Shape(1, 2, 2, 512, 512, head_dim))
-        for name, head_dim in shapes.items()
+        replace(TINY, name=name, shape=Shape(1, 2, 2, 512, 512, *head_dims))
+        for name, head_dims in shapes.items()
     )
     if refusal := GpuBackend().refusal(STEP, cases[1].specialization):
         pytest.skip(f"{STEP.name} {refusal}")
@@ -430,9 +451,11 @@ def test_small_cells_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(grid, "PROFILES_DIR", tmp_path)
     monkeypatch.setattr(grid, "CEILING", 1024)
     record = read_record(large_head_dim.measure_large_head_dim(FORWARD), LARGE_HEAD_DIM_RECORD)
-    at_256, wider = (cell["tflops"] for cell in record["cells"])
+    at_256, *others = (cell["tflops"] for cell in record["cells"])
     assert list(at_256) == [STEP.name, NARROW.name, *PEERS]
-    assert list(wider) == [STEP.name, *PEERS]
-    for name in (STEP.name, "sdpa_math", "sdpa_efficient"):
-        assert isinstance(wider[name], float)
-    assert "missing" in wider["flash_attention_3"]
+    for wider in others:
+        assert list(wider) == [STEP.name, *PEERS]
+        for name in (STEP.name, "sdpa_math", "sdpa_efficient"):
+            assert isinstance(wider[name], float)
+        assert "missing" in wider["flash_attention_3"]
+    assert [cell.get("v_head_dim") for cell in record["cells"]] == [None, None, 512]
