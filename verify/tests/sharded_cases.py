@@ -80,7 +80,8 @@ class Sharded:
             deterministic=self.deterministic,
             return_lse=True,
         )
-        assert (o.shape, o.dtype) == (inputs[0].shape, inputs[0].dtype)
+        q, _, v = inputs
+        assert (o.shape, o.dtype) == ((*q.shape[:3], v.shape[3]), q.dtype)
         assert (lse.shape, lse.dtype, lse.requires_grad) == (o.shape[:3], FP32, False)
         if not self.backward:
             gradients = ()
@@ -196,6 +197,7 @@ CASES_OF_2 = [
     *make("causal_fp32", 2, square(1, 2, 1, 67, 8), FP32),
     *make("causal_head_dim_128", 2, square(1, 2, 2, 140, 128)),
     *make("forward_only", 2, square(1, 2, 2, 67), backward=False, methods=BOTH),
+    *make("v_head_dim", 2, Shape(1, 2, 2, 67, 67, 72, 40), backward=False, methods=BOTH),
 ]
 CASES_OF_4 = [
     *make("causal_67", 4, square(1, 8, 4, 67), methods=BOTH),

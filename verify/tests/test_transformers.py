@@ -590,7 +590,7 @@ def own_mask() -> dict[str, Tensor]:
         (llama, torch.float32, own_mask(), "the mask is the model's own"),
         (llama, torch.float64, {}, "not torch.float64"),
         (llama, torch.float32, {"output_attentions": True}, "output_attentions"),
-        (lambda: llama(20), torch.float32, {}, "head_dim, 8 to 1024 in multiples of 8, not 20"),
+        (lambda: llama(20), torch.float32, {}, "8 to 1024 in multiples of 8, not 20, 20, 20"),
     ],
     ids=["holes", "packed", "own mask", "float64", "output_attentions", "head_dim"],
 )
