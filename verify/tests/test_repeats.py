@@ -12,19 +12,32 @@ import pytest
 import torch
 
 from common import attention
+from common.problem import Shape
 
 CALLS = 300
 
 
+HEADS = {320: 6, 512: 4, 576: 4, 768: 4, 1024: 2}  # by head_dim
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "heads"), [(320, 6), (512, 4), (576, 4), (768, 4), (1024, 2)])
-@pytest.mark.parametrize("step", ["v15", "b12"])
-def test_repeats_all_bits(step: str, head_dim: int, heads: int, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("step", "head_dim", "v_head_dim", "heads"),
+    [
+        *((step, *(d, d), heads) for step in ("v15", "b12") for d, heads in HEADS.items()),
+        ("v15", 576, 512, 4),
+        ("v15", 64, 512, 4),
+    ],
+)
+def test_repeats_all_bits(
+    step: str, head_dim: int, v_head_dim: int, heads: int, causal: bool
+) -> None:
     rng = torch.Generator("cuda").manual_seed(0)
-    shape = (4, heads, 4096, head_dim)
+    shape = Shape(4, heads, heads, 4096, 4096, head_dim, v_head_dim)
     *qkv, dout = (
-        torch.randn(shape, generator=rng, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+        torch.randn(size, generator=rng, device="cuda", dtype=torch.bfloat16)
+        for size in (shape.q, shape.kv, shape.v, shape.q)
     )
     if step == "v15":
         compute = partial(attention, *qkv, causal=causal, step=step, return_lse=True)
