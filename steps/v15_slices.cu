@@ -21,8 +21,10 @@ constexpr int PRODUCER = 128 * CONSUMERS;  // the thread that starts all copies
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
-constexpr int MOST_COLUMNS = HEAD_DIM > V_HEAD_DIM ? HEAD_DIM : V_HEAD_DIM;
-constexpr int SLICES = ceil_div(MOST_COLUMNS, 4 * PANEL);  // blocks of a cluster
+constexpr int larger(int x, int y) { return x > y ? x : y; }
+constexpr int MOST_COLUMNS = larger(HEAD_DIM, V_HEAD_DIM);
+// Blocks of a cluster: in a slice registers have room for 4 panels of O, and shared memory for 5 of Q.
+constexpr int SLICES = larger(ceil_div(HEAD_DIM, 5 * PANEL), ceil_div(V_HEAD_DIM, 4 * PANEL));
 // Panels of a slice of Q and K, and of one of V and O. The last slices may have fewer, or none.
 constexpr int PANELS = ceil_div(ceil_div(HEAD_DIM, PANEL), SLICES);
 constexpr int V_PANELS = ceil_div(ceil_div(V_HEAD_DIM, PANEL), SLICES);

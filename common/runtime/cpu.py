@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import zlib
 from collections.abc import Sequence
@@ -170,7 +171,7 @@ class CpuBackend:
             *_runtime(self.sanitize),  # before the flag that says that all further files are C++
             *code_flags,
             *_precompiled(code_flags),
-            *_link_flags(),
+            *_link_flags(*host_compiler()),
             *spec.defines,
         ]
         name = f"{step.path.stem}_{spec}_simt{'_sanitize' if self.sanitize else ''}"
@@ -347,11 +348,22 @@ def _flags(sanitize: bool) -> tuple[str, ...]:
     return COMMON_FLAGS + (SANITIZED_FLAGS if sanitize else ())
 
 
-def _link_flags() -> list[str]:
+@cache
+def _link_flags(*compiler: str) -> tuple[str, ...]:
     """Flags for a faster linker than GNU's usual one, which takes a quarter of what it takes to
-    compile a mutant. It comes with many binutils, but not with all.
+    compile a mutant. It comes with many binutils, but not with all, and does not find the libraries
+    of every compiler.
     """
-    return ["-fuse-ld=gold"] if sys.platform == "linux" and shutil.which("ld.gold") else []
+    flag = "-fuse-ld=gold"
+    if sys.platform != "linux" or not shutil.which("ld.gold"):
+        return ()
+    with tempfile.TemporaryDirectory() as folder:
+        ended = subprocess.run(
+            [*compiler, flag, "-x", "c++", "-", "-o", f"{folder}/program"],
+            input=b"int main() {}",
+            capture_output=True,
+        )
+    return () if ended.returncode else (flag,)
 
 
 def _nan_flags(compiler: tuple[str, ...]) -> list[str]:

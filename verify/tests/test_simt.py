@@ -291,11 +291,13 @@ def test_what_was_printed_precedes_a_report(tmp_path):
         run(step, CpuBackend())
 
 
-def test_a_step_is_linked_with_whatever_linker_there_is(tmp_path, monkeypatch):
-    step = write_step(tmp_path, "linked", "if (block == 0 && t == 0) p.lse[0] = 1;")
-    monkeypatch.setattr(cpu, "_link_flags", lambda: [])
-    _, lse = run(step, CpuBackend())
-    assert lse == 1
+def test_gold_links_only_where_it_can(tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *gold*) exit 1 ;; esac\n')
+    compiler.chmod(0o755)
+    assert cpu._link_flags(str(compiler)) == ()
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+    assert cpu._link_flags("a compiler that is not asked") == ()
 
 
 @pytest.mark.parametrize("sanitize", [False, True])
