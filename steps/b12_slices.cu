@@ -89,7 +89,8 @@ struct alignas(SWIZZLE_128B_TILE) SharedMemory {
     Shares prob[2], ds[2];
     Mbarrier consumed[2];
     Rows rows[NUM_STAGES];  // of the queries of a tile: come with it
-    Mbarrier kept_full, full[NUM_STAGES], empty[NUM_STAGES];  // arrived; and read by every warp
+    // What is kept, or a tile, has arrived; and every warp has read both tiles.
+    Mbarrier kept_full, full[2][NUM_STAGES], empty[NUM_STAGES];
     Mbarrier p_full, p_read;  // P of the block's own units is there, and warpgroup 1 has read it
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
@@ -305,6 +306,9 @@ struct Walk {
 
     __device__ int own_units() const { return (UNITS - rank + SLICES - 1) / SLICES; }
 
+    __device__ void wait_for_tile(int n, int i) const {
+        wait_for(smem.full[n][stage(i)], phase(i));
+    }
     __device__ void load_kept(Kept& kept) const {
         wait_for(smem.kept_full, 0);
         const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
@@ -317,7 +321,7 @@ struct Walk {
     }
     // Starts S or dP = A B^T  [ROWS, TILE] of the slice, of what is kept and of a tile.
     __device__ void start_scores(Scores& acc, Kept& kept, int i) const {
-        wait_for(smem.full[stage(i)], phase(i));
+        wait_for_tile(warpgroup, i);
         wgmma_fence(acc, kept);
 #pragma unroll
         for (int d = 0; d < SLICE; d += 16) {
@@ -491,7 +495,8 @@ __device__ void init_barriers(SharedMemory& smem) {
         mbarrier_init(smem.kept_full, 1);
 #pragma unroll
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
-            mbarrier_init(smem.full[stage], 1);
+            mbarrier_init(smem.full[0][stage], 1);
+            mbarrier_init(smem.full[1][stage], 1);
             mbarrier_init(smem.empty[stage], 4 * CONSUMERS);
         }
 #pragma unroll
@@ -540,7 +545,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
             // ---- load Q and dO, and the tiles
             for (int i = 0; i < walk.num_tiles; ++i) {
                 const int stage = walk.stage(i), k_start = i * TILE;
-                Mbarrier& full = smem.full[stage];
+                Mbarrier &first_full = smem.full[0][stage], &second_full = smem.full[1][stage];
                 if (i == 0) {
                     mbarrier_arrive_expect_tx(smem.kept_full, sizeof(smem.kept));
                     load_tile<ROWS>(smem.kept[0], p.q_map, first_column, q_start, head, batch,
@@ -549,11 +554,12 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
                                     smem.kept_full);
                 }
                 wait_for(smem.empty[stage], walk.phase(i) - 1);
-                mbarrier_arrive_expect_tx(full, 2 * sizeof(smem.tiles[0][0]));
+                mbarrier_arrive_expect_tx(first_full, sizeof(smem.tiles[0][0]));
                 load_tile<TILE>(smem.tiles[0][stage], p.k_map, first_column, k_start, kv_head,
-                                batch, full);
+                                batch, first_full);
+                mbarrier_arrive_expect_tx(second_full, sizeof(smem.tiles[1][0]));
                 load_tile<TILE>(smem.tiles[1][stage], p.v_map, first_column, k_start, kv_head,
-                                batch, full);
+                                batch, second_full);
             }
         }
         cluster_arrive();
@@ -584,6 +590,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     // ---- dQ += dS K  [ROWS, SLICE], of it DQ_PANELS panels in each warpgroup
     const auto panel = [&](int n) { return min(CONSUMERS * n + warpgroup, PANELS - 1); };
     const auto multiply = [&](int i) {
+        walk.wait_for_tile(0, i);
 #pragma unroll
         for (int n = 0; n < DQ_PANELS; ++n)
             walk.start_product(dq_acc[n], ds_frag, smem.tiles[0][walk.stage(i)], panel(n));
@@ -681,16 +688,17 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
             const Rows* rows = static_cast<const Rows*>(p.workspace[0]) + group_tile;
             for (int i = 0; i < walk.num_tiles; ++i) {
                 const int stage = walk.stage(i), tile = q_tile(i), n = i % group;
-                Mbarrier& full = smem.full[stage];
+                Mbarrier &first_full = smem.full[0][stage], &second_full = smem.full[1][stage];
                 wait_for(smem.empty[stage], walk.phase(i) - 1);
-                mbarrier_arrive_expect_tx(full, 2 * sizeof(smem.tiles[0][0]) + sizeof(Rows));
+                mbarrier_arrive_expect_tx(first_full, sizeof(smem.tiles[0][0]) + sizeof(Rows));
                 load_tile<TILE>(smem.tiles[0][stage], p.q_map, first_column, tile * TILE,
-                                first_head + n, batch, full);
+                                first_head + n, batch, first_full);
+                mbarrier_arrive_expect_tx(second_full, sizeof(smem.tiles[1][0]));
                 load_tile<TILE>(smem.tiles[1][stage], p.dout_map, first_column, tile * TILE,
-                                first_head + n, batch, full);
+                                first_head + n, batch, second_full);
                 if (i == 0) griddepcontrol_wait();  // the rows are there
                 cp_async_bulk_load(&smem.rows[stage], rows + n * q_tiles + tile, sizeof(Rows),
-                                   full);
+                                   first_full);
             }
         }
         cluster_arrive();
@@ -711,6 +719,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     // ---- dV += P^T dO or dK += dS^T Q  [ROWS, SLICE]
     const int other = 1 - warpgroup;
     const auto multiply = [&](int i) {
+        walk.wait_for_tile(other, i);
         walk.start_product(acc, frag, smem.tiles[other][walk.stage(i)], 0);
     };
 
@@ -747,6 +756,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     // ---- dS = P * (dP - delta)
     const auto make_ds = [&](float (*dp_acc)[4], int i, int unit) {
         const int stage = walk.stage(i);
+        walk.wait_for_tile(0, i);  // with Q come the rows
         wait_for(smem.p_full, i);
         walk.compute_ds(
             dp_acc, i, unit,
