@@ -123,11 +123,18 @@ class Step:
         """What the step computes, by the letter of its name."""
         return operation_of(self.name)
 
-    def is_candidate(self, deterministic: bool = False) -> bool:
-        """Whether attention() takes the step, unless a higher one runs, without being told to,
-        however many queries there are, without lengths or a window, and with no large head_dim.
+    @property
+    def is_general(self) -> bool:
+        """Whether attention() takes the step however many queries there are, without lengths or a
+        window, and with no large head_dim.
         """
-        if self.draft or self.only_few_queries or self.only_large_head_dim or self.takes_lengths:
+        return not (self.only_few_queries or self.only_large_head_dim or self.takes_lengths)
+
+    def is_candidate(self, deterministic: bool = False) -> bool:
+        """Whether attention() takes the step, which is_general, unless a higher one runs, without
+        being told to.
+        """
+        if self.draft or not self.is_general:
             return False
         return not (self.unordered if deterministic else self.only_deterministic)
 
@@ -158,9 +165,7 @@ def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
     below = [
         each
         for each in ladder
-        if each.name < step.name
-        and not (each.only_deterministic or each.only_few_queries or each.takes_lengths)
-        and not each.only_large_head_dim
+        if each.name < step.name and each.is_general and not each.only_deterministic
     ]
     return max(below, key=lambda each: each.name, default=None)
 

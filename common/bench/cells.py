@@ -50,8 +50,12 @@ SETTLE_SECONDS = 0.3
 
 
 def steps_from(first: str) -> list[Step]:
-    """The steps of a ladder from one on. Raises UsageError where there is none."""
-    ladder = [step for step in steps_to_run() if step.operation == operation_of(first)]
+    """The steps of a ladder from one on, but those for special calls alone, which are measured on
+    their own. Raises UsageError where there is none.
+    """
+    ladder = [
+        step for step in steps_to_run() if step.operation == operation_of(first) and step.is_general
+    ]
     if not (steps := [step for step in ladder if step.name >= first]):
         raise UsageError(f"nothing to measure: there is no step from {first} on")
     return steps

@@ -280,7 +280,9 @@ def test_record_of_the_backward_grid_lies_beside_it(measured_grid):
 def test_every_ladder_has_a_first_step_in_its_grid():
     assert grid.FIRST_STEP.keys() == {*OPERATIONS.values()}
     for operation, name in grid.FIRST_STEP.items():
-        assert all(step.operation == operation for step in cells.steps_from(name))
+        steps = cells.steps_from(name)
+        assert all(step.operation == operation and step.is_general for step in steps)
+        assert any(not step.is_general for step in all_steps() if step.operation == operation)
     with pytest.raises(UsageError, match="there is no step from v99 on"):
         cells.steps_from("v99")
 
