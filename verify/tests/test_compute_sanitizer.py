@@ -54,7 +54,7 @@ def all_lanes_arrive(code: str) -> str:
     """The code for racecheck, which does not see that by __syncwarp all lanes have read what lane 0
     then releases, and reports each stage that is used again. Here they all arrive at the mbarrier.
     """
-    code = re.sub(r"if \((?:lane|threadIdx\.x % 32) == 0\) (mbarrier_arrive\()", r"\1", code)
+    code = re.sub(r"if \((?:lane|threadIdx\.x % 32) == 0\)\s+(mbarrier_arrive\()", r"\1", code)
     return re.sub(r"(mbarrier_init\([^;]+), (?!1\))([^;]+)\);", r"\1, 32 * (\2));", code)
 
 
