@@ -1,11 +1,11 @@
 // For a cluster whose blocks share a work tile and have each a slice of a head's columns: they send each
-// other parts of S and P. cluster.cuh says what reaching into another block's shared memory takes.
+// other parts of S, P, dP and dS. cluster.cuh says what reaching into another block's shared memory takes.
 // common/runtime/simt/slices.cuh is the twin for the host compiler.
 #pragma once
 #include "cluster.cuh"
 
-// One more size for grids: the columns of a head, of v's where those are more. In slices of so many for the blocks of a cluster, it is
-// the first axis of a grid whose blocks of a cluster share a work tile.
+// One more size for grids: the columns of a head, of v's where those are more. In slices of so many for
+// the blocks of a cluster, it is the first axis of a grid whose blocks of a cluster share a work tile.
 constexpr Size COLUMNS = Size(SEQ_K + 2);
 
 // Starts a store of four floats to the shared memory of the block with this rank, where their 16 bytes
