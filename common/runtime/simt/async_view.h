@@ -11,6 +11,8 @@
 
 namespace simt {
 
+constexpr int CHUNK_BYTES = 16;  // what a swizzle moves; a row of a TMA box has whole ones
+
 class AsyncView {
   public:
     explicit AsyncView(const Buffer& smem)
@@ -21,7 +23,7 @@ class AsyncView {
 
     void begin_block() {
         for (std::byte& byte : view) byte = std::byte{POISON};
-        for (int16_t& writer : writers) writer = NOBODY;
+        for (int& writer : writers) writer = NOBODY;
         for (int& number : num_written) number = 0;
     }
 
@@ -47,39 +49,47 @@ class AsyncView {
             while (end < writers.size() && num_written[end / STRETCH] == 0) end += STRETCH;
             if (end > first) {  // the common case
                 end = std::min(end, writers.size());
-                show(first, end);
-                continue;
-            }
-            end = std::min(first + STRETCH, writers.size());
-            for (size_t word = first; word < end; ++word) {
-                if (writers[word] != NOBODY && writers[word] != thread) continue;
-                show(word, word + 1);
-                set_writer(word, NOBODY);
+                memcpy(view.data() + first * WORD_BYTES, smem.data + first * WORD_BYTES,
+                       (end - first) * WORD_BYTES);
+            } else {
+                end = std::min(first + STRETCH, writers.size());
+                publish_words(thread, first, end);
             }
         }
     }
 
-    // The first byte in [begin, end) where the view differs from shared memory; `end` if none does.
-    size_t first_unpublished(size_t begin, size_t end) const {
-        if (memcmp(view.data() + begin, smem.data + begin, end - begin) == 0) return end;
-        while (view[begin] == smem.data[begin]) ++begin;
-        return begin;
+    // Copies bytes of the view, which must be what shared memory holds: reports where they are not.
+    // Most of what a wgmma does is this: it compares in place, as `bytes` often is a constant.
+    void read(size_t offset, size_t bytes, void* to, const char* operation, Site site) const {
+        if (memcmp(view.data() + offset, smem.data + offset, bytes) != 0)
+            report_unpublished(offset, operation, site);
+        memcpy(to, view.data() + offset, bytes);
     }
-
-    // The thread that has written a byte and not fenced since; NOBODY if unknown.
-    static constexpr int16_t NOBODY = -1;
-    int writer(size_t offset) const { return writers[offset / WORD_BYTES]; }
-
-    const std::byte* data() const { return view.data(); }
 
   private:
     static constexpr size_t WORD_BYTES = 4;
     static constexpr size_t STRETCH = 64;  // words
+    static constexpr int NOBODY = -1;      // has written, or it is unknown who has
 
-    void show(size_t first_word, size_t end_word) {
-        memcpy(view.data() + first_word * WORD_BYTES, smem.data + first_word * WORD_BYTES,
-               (end_word - first_word) * WORD_BYTES);
+    // publish() of words in one stretch, of which some have a writer: without branches and with
+    // pointers that nothing changes, so that the compiler makes vectors of it.
+    void publish_words(int thread, size_t first, size_t end) {
+        const auto* __restrict now = reinterpret_cast<const uint32_t*>(smem.data);
+        auto* __restrict shown = reinterpret_cast<uint32_t*>(view.data());
+        int* __restrict writer = writers.data();
+        int others = 0;
+        for (size_t word = first; word < end; ++word) {
+            const bool is_other = (writer[word] != NOBODY) & (writer[word] != thread);
+            const uint32_t before = shown[word], after = now[word];
+            shown[word] = is_other ? before : after;
+            writer[word] = is_other ? writer[word] : NOBODY;
+            others += is_other;
+        }
+        num_written[first / STRETCH] = others;
     }
+
+    // The view differs from shared memory there, or after it.
+    [[noreturn]] void report_unpublished(size_t offset, const char* operation, Site site) const;
 
     void set_writer(size_t word, int thread) {
         num_written[word / STRETCH] += (thread != NOBODY) - (writers[word] != NOBODY);
@@ -87,12 +97,12 @@ class AsyncView {
     }
 
     const Buffer& smem;
-    std::vector<int16_t> writers;  // of each word
+    std::vector<int> writers;      // of each word
     std::vector<int> num_written;  // of each stretch: words with a writer
     std::vector<std::byte> view;
 };
 
-// Copies bytes through the async proxy; reports where its view differs from shared memory.
+// Copies bytes through the async proxy; reports what is not in shared memory, or not published.
 void read_async(const std::byte* address, size_t bytes, void* to, const char* operation, Site site);
 
 }  // namespace simt

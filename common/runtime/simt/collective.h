@@ -13,13 +13,11 @@ namespace simt {
 template <typename Payload>
 class Payloads {
   public:
-    explicit Payloads(int first_thread) : first_thread(first_thread) {}
-    Payload& operator[](int i) const {
-        return *static_cast<Payload*>(Worker::current()->thread(first_thread + i).payload);
-    }
+    explicit Payloads(Thread* first_thread) : first_thread(first_thread) {}
+    Payload& operator[](int i) const { return *static_cast<Payload*>(first_thread[i].payload); }
 
   private:
-    int first_thread;
+    Thread* first_thread;
 };
 
 // The running thread's warp; reports where it cannot execute the operation.
@@ -39,7 +37,7 @@ void collective(Group& group, const Operation& operation, Payload& payload, Comp
     Worker& worker = *Worker::current();
     worker.start_waiting(operation, &payload);
     if (arrive_last(group, operation)) {
-        complete(Payloads<Payload>(group.first_thread));
+        complete(Payloads<Payload>(&worker.thread(group.first_thread)));
         for (int i = 0; i < group.num_threads; ++i) {
             if (!operation.mask || operation.mask >> i & 1)
                 worker.make_runnable(group.first_thread + i);

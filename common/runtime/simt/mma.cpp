@@ -104,9 +104,12 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
             for (int i = 0; i < 4; ++i) d[g + i / 2 * 8][2 * t + i % 2] = brought.d[i];
         }
         for (int row = 0; row < 16; ++row) {
+            float sum[8];  // stays in vector registers
+            for (int col = 0; col < 8; ++col) sum[col] = d[row][col];
             for (int k = 0; k < 16; ++k) {
-                for (int col = 0; col < 8; ++col) d[row][col] += a[row][k] * b[k][col];
+                for (int col = 0; col < 8; ++col) sum[col] += a[row][k] * b[k][col];
             }
+            for (int col = 0; col < 8; ++col) d[row][col] = sum[col];
         }
         for (int lane = 0; lane < simt::WARP_SIZE; ++lane) {
             const int g = lane / 4, t = lane % 4;

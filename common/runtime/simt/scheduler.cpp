@@ -287,7 +287,8 @@ void Worker::require_loads_landed() const {
 Group& Worker::next_warp() {
     if (one_warp_first && running != NO_THREAD && !warp().runnable.empty()) return warp();
     uint32_t drawn = random.below(warp_groups.size());
-    while (warp_groups[drawn].runnable.empty()) drawn = (drawn + 1) % warp_groups.size();
+    while (warp_groups[drawn].runnable.empty())
+        if (++drawn == warp_groups.size()) drawn = 0;
     return warp_groups[drawn];
 }
 

@@ -15,8 +15,6 @@
 namespace simt {
 namespace {
 
-constexpr int CHUNK_BYTES = 16;  // what a swizzle moves; a row of a box has whole ones
-
 int box_bytes(const TensorBox& box) {
     return box.map.box_rows * box.map.box_columns * box.map.element_bytes;
 }

@@ -1,5 +1,7 @@
 #include "wgmma.cuh"
 
+#include <utility>
+
 #include "access.h"
 #include "async_view.h"
 #include "collective.h"
@@ -10,8 +12,8 @@ namespace {
 constexpr const char* WGMMA = "wgmma_m64nNk16";
 constexpr const char* WAIT = "wgmma_wait_group";
 constexpr int WGMMA_K = 16;
-constexpr int WARP_ROWS = 16;                             // of A and D
-constexpr int CHUNK_BYTES = 16, CHUNK = CHUNK_BYTES / 2;  // what a swizzle moves, and its elements
+constexpr int WARP_ROWS = 16;           // of A and D
+constexpr int CHUNK = CHUNK_BYTES / 2;  // elements
 
 // D while it is in flight: a NaN that no arithmetic produces, unlike POISON.
 constexpr uint32_t IN_FLIGHT = 0xffbfffff;
@@ -48,11 +50,12 @@ void require_operand(const WgmmaOperand& operand, int size, Site site) {
 // Reads `size` rows of A (or columns of B) from `first` on, as [WGMMA_K, size]. The layouts are
 // those that CUTLASS calls canonical, in cute/arch/mma_sm90_desc.hpp: lines of chunks along the
 // contiguous axis, in groups of eight lines.
-template <typename T>
-std::vector<float> read_operand(const WgmmaOperand& operand, int size, int first, Site site) {
-    std::vector<float> matrix(WGMMA_K * size);
-    const Buffer& smem = Worker::current()->shared_memory();
-    Races& races = Worker::current()->races();
+std::vector<uint16_t> read_operand(const WgmmaOperand& operand, int size, int first, Site site) {
+    std::vector<uint16_t> matrix(WGMMA_K * size);
+    Worker& worker = *Worker::current();
+    const Buffer& smem = worker.shared_memory();
+    const AsyncView& view = worker.async_view();
+    Races& races = worker.races();
     const bool k_major = operand.major == K_MAJOR;
     const int row = operand.row(), row_chunks = row / CHUNK_BYTES;
     // Without a swizzle, stride and leading bytes swap roles in MN_MAJOR.
@@ -73,12 +76,12 @@ std::vector<float> read_operand(const WgmmaOperand& operand, int size, int first
                     .add("reaches to byte %d of %zu", offset + CHUNK_BYTES, smem.bytes)
                     .fail();
             }
-            T elements[CHUNK];
+            uint16_t elements[CHUNK];
             races.read_by_warp(offset, CHUNK_BYTES, site);
-            read_async(smem.data + offset, CHUNK_BYTES, elements, WGMMA, site);
+            view.read(offset, CHUNK_BYTES, elements, WGMMA, site);
             for (int e = 0; e < CHUNK; ++e) {
                 const int k = k_major ? CHUNK * j + e : i, column = k_major ? i : CHUNK * j + e;
-                matrix[k * size + column] = to_float(elements[e]);
+                matrix[k * size + column] = elements[e];
             }
         }
     }
@@ -111,45 +114,55 @@ void join_accumulator(WgmmaState& wgmma, Payloads<WgmmaShare> lanes) {
         d.sum[element] = d.registers[lane][i];
         memcpy(&d.registers[lane][i], &IN_FLIGHT, sizeof(IN_FLIGHT));
     });
-    wgmma.accumulators.push_back(d);
+    wgmma.accumulators.push_back(std::move(d));
 }
 
 // Lane 4 g + t holds in a[i] the elements k and k + 1 of row r: r = g + 8 (i % 2),
 // k = 2 t + 8 (i / 2).
-template <typename T>
-std::vector<float> read_registers(const uint32_t (&a)[WARP_SIZE][4]) {
-    std::vector<float> matrix(WGMMA_K * WARP_ROWS);
+std::vector<uint16_t> read_registers(const uint32_t (&a)[WARP_SIZE][4]) {
+    std::vector<uint16_t> matrix(WGMMA_K * WARP_ROWS);
     for (int lane = 0; lane < WARP_SIZE; ++lane) {
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i % 2 * 8, k = lane % 4 * 2 + i / 2 * 8;
-            float* element = &matrix[k * WARP_ROWS + row];
-            element[0] = to_float(T{static_cast<uint16_t>(a[lane][i])});
-            element[WARP_ROWS] = to_float(T{static_cast<uint16_t>(a[lane][i] >> 16)});
+            uint16_t* element = &matrix[k * WARP_ROWS + row];
+            element[0] = static_cast<uint16_t>(a[lane][i]);
+            element[WARP_ROWS] = static_cast<uint16_t>(a[lane][i] >> 16);
         }
     }
     return matrix;
 }
 
-template <typename T>
+// The product's elements as they are now.
 WgmmaElements read_operands(const AsyncProduct& product) {
     Worker& worker = *Worker::current();
     worker.races().begin_warp_access();
     const int warp = worker.running_thread() % WARPGROUP_SIZE / WARP_SIZE;
     const Site site = product.site;
-    return {product.a_registers[0] ? read_registers<T>(product.a_held)
-                                   : read_operand<T>(product.a, WARP_ROWS, warp * WARP_ROWS, site),
-            read_operand<T>(product.b, 8 * product.tiles, 0, site)};
+    return {product.a_registers[0] ? read_registers(product.a_held)
+                                   : read_operand(product.a, WARP_ROWS, warp * WARP_ROWS, site),
+            read_operand(product.b, 8 * product.tiles, 0, site)};
 }
 
 // sum += A B in the order of k. Products of two 16-bit numbers are exact in float; the hardware may
 // add in another order and round differently.
+template <typename T>
 void multiply_add(std::vector<float>& sum, const WgmmaElements& elements, int columns) {
-    for (int row = 0; row < WARP_ROWS; ++row) {
-        for (int k = 0; k < WGMMA_K; ++k) {
-            const float a = elements.a[k * WARP_ROWS + row];
-            const float* b = &elements.b[k * columns];
-            float* row_sum = &sum[row * columns];
-            for (int col = 0; col < columns; ++col) row_sum[col] += a * b[col];
+    constexpr int TILE = 8;  // columns, whose sums of a row stay in vector registers
+    float a[WGMMA_K][WARP_ROWS], b[WGMMA_K][TILE];
+    for (int k = 0; k < WGMMA_K; ++k)
+        for (int row = 0; row < WARP_ROWS; ++row)
+            a[k][row] = to_float(T{elements.a[k * WARP_ROWS + row]});
+    for (int first = 0; first < columns; first += TILE) {
+        for (int k = 0; k < WGMMA_K; ++k)
+            for (int col = 0; col < TILE; ++col)
+                b[k][col] = to_float(T{elements.b[k * columns + first + col]});
+        for (int row = 0; row < WARP_ROWS; ++row) {
+            float* const of_row = &sum[row * columns + first];
+            float tile[TILE];
+            for (int col = 0; col < TILE; ++col) tile[col] = of_row[col];
+            for (int k = 0; k < WGMMA_K; ++k)
+                for (int col = 0; col < TILE; ++col) tile[col] += a[k][row] * b[k][col];
+            for (int col = 0; col < TILE; ++col) of_row[col] = tile[col];
         }
     }
 }
@@ -173,19 +186,19 @@ void start_product(Payloads<WgmmaShare> lanes, WgmmaOperand a, WgmmaOperand b, S
                             .accumulate = share.accumulate,
                             .d = share.d,
                             .tiles = share.tiles,
-                            .read = read_operands<T>};
+                            .multiply_add = multiply_add<T>};
     for (int lane = 0; share.a && lane < WARP_SIZE; ++lane) {
         product.a_registers[lane] = lanes[lane].a;
         memcpy(product.a_held[lane], lanes[lane].a, sizeof(product.a_held[lane]));
     }
-    product.issued = product.read(product);
+    product.issued = read_operands(product);
     join_accumulator(wgmma, lanes);
-    wgmma.products.push_back(product);
+    wgmma.products.push_back(std::move(product));
 }
 
-void require_unchanged(const std::vector<float>& issued, const std::vector<float>& landing,
+void require_unchanged(const std::vector<uint16_t>& issued, const std::vector<uint16_t>& landing,
                        const WgmmaOperand& operand, Site site) {
-    if (!memcmp(issued.data(), landing.data(), issued.size() * sizeof(float))) return;
+    if (issued == landing) return;
     operand_fault("write to an operand of a wgmma in flight", operand, site)
         .add("has changed before the wgmma has landed")
         .fail();
@@ -202,7 +215,7 @@ void require_unchanged(const std::vector<float>& issued, const std::vector<float
 
 // The last product that writes an accumulator moves it to the registers.
 void land(const AsyncProduct& product, WgmmaState& wgmma) {
-    const WgmmaElements landing = product.read(product);
+    const WgmmaElements landing = read_operands(product);
     require_unchanged(product.issued.a, landing.a, product.a, product.site);
     require_unchanged(product.issued.b, landing.b, product.b, product.site);
     for (int lane = 0; product.a_registers[0] && lane < WARP_SIZE; ++lane) {
@@ -211,7 +224,7 @@ void land(const AsyncProduct& product, WgmmaState& wgmma) {
     }
     Accumulator& d = *wgmma.accumulator(product.d, product.tiles);
     if (!product.accumulate) d.sum.assign(d.sum.size(), 0);
-    multiply_add(d.sum, landing, 8 * product.tiles);
+    product.multiply_add(d.sum, landing, 8 * product.tiles);
     if (--d.products) return;
     for_each_register(d.tiles, [&](int lane, int i, int element) {
         float& held = d.registers[lane][i];

@@ -33,9 +33,9 @@ struct Accumulator {
     std::vector<float> sum;  // [16, 8 tiles], of the products landed so far
 };
 
-// A warp's 16 rows of A, transposed, and all of B: [WGMMA_K, 16] and [WGMMA_K, N].
+// A warp's 16 rows of A, transposed, and all of B: [WGMMA_K, 16] and [WGMMA_K, N], as bits.
 struct WgmmaElements {
-    std::vector<float> a, b;
+    std::vector<uint16_t> a, b;
 };
 
 // A warp's share of a wgmma in flight.
@@ -48,8 +48,8 @@ struct AsyncProduct {
     int tiles;
     const uint32_t* a_registers[WARP_SIZE] = {};  // of each lane, if A is in registers
     uint32_t a_held[WARP_SIZE][4] = {};           // their values at the issue
-    WgmmaElements (*read)(const AsyncProduct&);   // the current elements
     WgmmaElements issued = {};                    // the elements at the issue
+    void (*multiply_add)(std::vector<float>& sum, const WgmmaElements&, int columns);
 };
 
 struct WgmmaState {
