@@ -426,7 +426,7 @@ def _runtime(sanitize: bool) -> tuple[str, ...]:
         return str(compile_cached(host_compiler(), flags, source, SIMT_DIR, name).path)
 
     with ThreadPoolExecutor(_num_cores()) as pool:
-        return tuple(pool.map(compile_source, sorted(SIMT_DIR.glob("*.cpp"))))
+        return tuple(pool.map(compile_source, sorted(SIMT_DIR.glob("unit_*.cpp"))))
 
 
 @cache

@@ -40,8 +40,9 @@
 //     sanitizer.h   fibers and AddressSanitizer      launch_bounds.h   what a signature says
 //     nan_pattern.sh, uninitialized.cpp              what nobody initializes is NaN
 //
-// The .cpp files are compiled once, and each step is linked with them. Headers that steps include
-// are small and include no large part of the standard library, so that steps compile fast.
+// The .cpp files are compiled once, as parts of unit_blocks.cpp and unit_instructions.cpp, and each
+// step is linked with them. Headers that steps include are small and include no large part of the
+// standard library, so that steps compile fast.
 //
 // A new instruction is a function with the name of its wrapper in common/runtime/device. Its body
 // is in the .cpp file, where Element is not known: the header turns Element and template parameters

@@ -1,0 +1,16 @@
+// What steps call; unit_blocks.cpp says what a unit is.
+
+#include "clock.cpp"
+#include "cluster.cpp"
+#include "copy.cpp"
+#include "dependent_launch.cpp"
+#include "mbarrier.cpp"
+#include "mma.cpp"
+#include "ordered.cpp"
+#include "reduce.cpp"
+#include "signal.cpp"
+#include "ticket.cpp"
+#include "tma.cpp"
+#include "warpgroup.cpp"
+#include "wgmma.cpp"
+#include "wmma.cpp"
