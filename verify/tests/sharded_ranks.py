@@ -1,8 +1,8 @@
 """What the ranks of test_sharded.py do: each is a process, whose findings the tests read.
 
 A launch is a number of ranks that go through one list of things. So that not each of them has to
-import torch, a fork server does once. torch.distributed finds what torchrun would give it: the
-ranks in the environment, and a store in the process that has started them.
+import torch and to read all steps, a fork server does once. torch.distributed finds what torchrun
+would give it: the ranks in the environment, and a store in the process that has started them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from common import attention, sharded
+from common.catalog import all_steps
 from common.runtime import cpu
 from verify.tests.sharded_cases import (
     BF16,
@@ -46,6 +47,8 @@ from verify.tests.sharded_cases import (
 )
 from verify.tests.sharded_failures import ENDS, WORLD, run_end, run_failures
 from verify.tests.sharded_mutants import run_mutants
+
+all_steps()  # they are kept
 
 TIMEOUT_S = 60.0  # of groups in which nobody fails: a step may have to be compiled
 LAUNCH_S = 300  # that a launch may take, whatever happens
