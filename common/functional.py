@@ -108,7 +108,7 @@ def attention(
             strides free, so that [batch, seq, heads, head_dim] storage passes as x.transpose(1, 2).
         k, v: [batch, kv_heads, seq_k, head_dim], same dtype and device; heads % kv_heads == 0.
             Within torch.autocast all three are cast to its dtype. v may have a head_dim of its own,
-            as in multi-head latent attention: there is no gradient then, window or seqused_k.
+            as in multi-head latent attention: there is no window then, and no seqused_k.
         causal: query i sees keys j <= i + seq_k - seq_q. A row that sees none gives 0 (lse -inf).
         window: (left, right), how many keys before and after its own, i + seq_k - seq_q, a query
             sees as well; -1 is no limit. With causal right is 0, and a right of 0 is causal.
@@ -133,8 +133,8 @@ def attention(
     Raises:
         UsageError: the inputs are inconsistent, have a tangent of forward-mode AD, or are not
             supported by the step or the device. Also in the backward pass, where no step can
-            compute the gradients, as with a head_dim above 128 and a window or seqused_k, or where
-            v has its own, and where a second derivative is asked for.
+            compute the gradients, as with a head_dim above 128 and a window or seqused_k, and where
+            a second derivative is asked for.
 
     It keeps q, k, v, o, lse and seqused_k for the backward pass, which computes all three
     gradients, with the layouts of q, k and v, and copies the gradient of o where the step cannot

@@ -1,16 +1,17 @@
 // b12 -- head_dim beyond 256: each block of a cluster has a slice of a head's columns
-// taken: only for large head_dim; up to 256 there is one slice, and b10 and b07 are faster
-// change: from b07. The blocks of a cluster have the same work, and each its slice of the columns, up to
-//     256, of all tensors. Of each 16 columns of S and dP one block is the owner: the others send it their
-//     sums over their slices, it computes P and dS there, and sends them back, rounded, to be multiplied
-//     with each block's slices. In both kernels a block has 64 rows, and one warpgroup for S and P, one
-//     for dP and dS, as b07 had above head_dim 128 for dK and dV. The next tile's S and dP are multiplied
-//     while this tile's are on their way, and what a block keeps is in registers as far as it fits
+// taken: only for large head_dim; up to 256, the same for v, there is one slice: b10 and b07 are faster
+// change: from b07. The blocks of a cluster have the same work, and each its slice of the columns of Q, K
+//     and their gradients, and of V, dO and dV, up to 256. Of each 16 columns of S and dP one block is the
+//     owner: the others send it their sums over their slices, it computes P and dS there, and sends them
+//     back, rounded, to be multiplied with each block's slices. In both kernels a block has 64 rows, and
+//     one warpgroup for S and P, one for dP and dS, as b07 had above head_dim 128 for dK and dV. The next
+//     tile's S and dP are multiplied while this tile's are on their way, and what a block keeps is in
+//     registers as far as it fits
 // why: dK and dV of 64 keys and 512 columns are 512 floats for each thread of a warpgroup. In slices that
 //     follow one after the other, S and dP would be computed again for each: at 512 11 products instead
 //     of 7. Predicted: at 512 0.8 times the TFLOP/s of b07 at 256, like v15 and for the same reason: a
 //     block does what it does there, and moves S, P, dP and dS
-// limits: bf16, fp16; head_dim 8-1024 by 8; sm_90a
+// limits: bf16, fp16; head_dim 8-1024 by 8, v's may differ; sm_90a
 #include "backward.cuh"
 #include "bulk.cuh"
 #include "copy.cuh"
@@ -24,31 +25,38 @@ constexpr int CONSUMERS = 2;  // warpgroups that compute; one more loads
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // its first lane starts all loads
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-constexpr int GROUP_BARRIER = 1;  // of warpgroup 0; the other's follows. 0 is that of __syncthreads
-constexpr int PANEL = 64;         // columns of a panel: 128 bytes, the swizzle's width
-constexpr int HEAD_PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
-constexpr int SLICES = (HEAD_PANELS + 3) / 4;                // blocks of a cluster
-constexpr int PANELS = (HEAD_PANELS + SLICES - 1) / SLICES;  // of a slice; the last may have fewer
-constexpr int SLICE = PANELS * PANEL;                        // its columns; zeros from HEAD_DIM on
+constexpr int CONSUMER_BARRIER = 1;  // 0 is that of __syncthreads
+constexpr int PANEL = 64;            // columns of a panel: 128 bytes, the swizzle's width
+constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
+constexpr int larger(int x, int y) { return x > y ? x : y; }
+constexpr int MOST_COLUMNS = larger(HEAD_DIM, V_HEAD_DIM);
+// The most columns of Q and K in a slice: five panels fit into two slices, beside four of V and dO.
+constexpr int MOST_SLICE = ceil_div(HEAD_DIM, 2 * PANEL) == 5 ? 5 * PANEL : 4 * PANEL;
+// Blocks of a cluster.
+constexpr int SLICES = larger(ceil_div(HEAD_DIM, MOST_SLICE), ceil_div(V_HEAD_DIM, 4 * PANEL));
+// Panels of a slice of Q and K, and of one of V and dO. The last slices may have fewer, or none.
+constexpr int PANELS = ceil_div(ceil_div(HEAD_DIM, PANEL), SLICES);
+constexpr int V_PANELS = ceil_div(ceil_div(V_HEAD_DIM, PANEL), SLICES);
+// Their columns; zeros from HEAD_DIM on, or from V_HEAD_DIM on.
+constexpr int SLICE = PANELS * PANEL, V_SLICE = V_PANELS * PANEL;
 // Rows of two tensors that are 16 MB: all SMs read them from either half of the L2 cache.
-constexpr int SECTION_ROWS = (16 << 20) / (2 * HEAD_DIM * sizeof(Element));
+constexpr int SECTION_ROWS = (16 << 20) / ((HEAD_DIM + V_HEAD_DIM) * sizeof(Element));
 
 // A block keeps ROWS rows of two tensors, and takes others TILE by TILE: attention_dq keeps Q and dO and
 // takes K and V, attention_dk_dv the other way round.
 constexpr int ROWS = 64;
 constexpr int TILE = 32;
-// Tiles in shared memory. The next one's S and dP are started while the one before this may be in use.
-constexpr int NUM_STAGES = SLICES == 2 ? 4 : 3;
 // Panels of dQ that a warpgroup sums: every second one. Where their number is odd, both have the last
 // one, and warpgroup 0 writes it.
 constexpr int DQ_PANELS = (PANELS + 1) / 2;
-static_assert(DQ_PANELS <= 2);
-// Panels of K, or V, that are in registers, beside dV, or dK.
-constexpr int DKV_KEPT_PANELS = PANELS < 3 ? PANELS : 2;
+// Panels of Q, or dO, that registers have room for beside dQ; and of K, or V, beside so many of dV, or dK.
+// Three or more slices need some registers to add up S and dP.
+constexpr int DQ_KEPT_PANELS = 4;
+constexpr int DKV_KEPT_PANELS[] = {0, 4, 4, 4, SLICES < 3 ? 3 : 2, 1};
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
-template <int NUM_ROWS>
-using Tile = Element[PANELS][NUM_ROWS][PANEL];
+template <int NUM_PANELS, int NUM_ROWS>
+using Tile = Element[NUM_PANELS][NUM_ROWS][PANEL];
 
 // S and dP of a tile, or their transposes, in float. A lane's element [n][2 r + i], with r and i 0 or 1,
 // is the one in row 8 r + lane / 4 of its warp's 16 and column 8 n + 2 (lane % 4) + i.
@@ -79,22 +87,38 @@ struct Shares {
     Mbarrier full;  // those of all units have arrived
 };
 
-// Of what there are two, the first is for warpgroup 0's S, the second for warpgroup 1's dP.
-struct alignas(SWIZZLE_128B_TILE) SharedMemory {
-    Tile<ROWS> kept[2];               // Q and dO, or K and V; in the end gradients
-    Tile<TILE> tiles[2][NUM_STAGES];  // of K and V, or Q and dO
+// What S, or dP, is a product of.
+template <int NUM_PANELS, int STAGES>
+struct alignas(SWIZZLE_128B_TILE) OperandsOf {
+    Tile<NUM_PANELS, ROWS> kept;           // Q or dO, or K or V; in the end dQ, dK or dV
+    Tile<NUM_PANELS, TILE> tiles[STAGES];  // of K or V, or Q or dO
+};
+
+// With so many tiles at a time. Of what there are two, the first is for warpgroup 0's S, the second for
+// warpgroup 1's dP.
+template <int STAGES>
+struct SharedMemoryOf {
+    OperandsOf<PANELS, STAGES> of_s;
+    OperandsOf<V_PANELS, STAGES> of_dp;
     // [i % 2] is tile i's. In consumed all warps of the other blocks say that they have read what they were
     // sent of it, so that this block may send again.
     Sums sums[2][2];  // of a warpgroup; with one slice only for P, see pass_p()
     Shares prob[2], ds[2];
     Mbarrier consumed[2];
-    Rows rows[NUM_STAGES];  // of the queries of a tile: come with it
+    Rows rows[STAGES];  // of the queries of a tile: come with it
     // What is kept, or a tile, has arrived; and every warp has read both tiles.
-    Mbarrier kept_full, full[2][NUM_STAGES], empty[NUM_STAGES];
+    Mbarrier kept_full, full[2][STAGES], empty[STAGES];
     Mbarrier p_full, p_read;  // P of the block's own units is there, and warpgroup 1 has read it
 };
-static_assert(sizeof(SharedMemory) <= 227 * 1024);
-static_assert((HEAD_DIM + SLICE - 1) / SLICE == SLICES);  // blocks of a work, by the grids below
+
+constexpr int MOST_SMEM = 227 * 1024;  // bytes a block
+// The next tile's S and dP are started while the one before this may be in use.
+constexpr int NUM_STAGES = sizeof(SharedMemoryOf<4>) <= MOST_SMEM ? 4 : 3;
+using SharedMemory = SharedMemoryOf<NUM_STAGES>;
+template <int NUM_PANELS>
+using Operands = OperandsOf<NUM_PANELS, NUM_STAGES>;
+static_assert(sizeof(SharedMemory) <= MOST_SMEM);
+constexpr int KEPT_BYTES = sizeof(SharedMemory::of_s.kept) + sizeof(SharedMemory::of_dp.kept);
 
 constexpr int ROW_THREADS = 128 * CONSUMERS;  // of attention_delta
 constexpr int LANES = 16;                     // threads that share a row of it
@@ -105,6 +129,9 @@ constexpr bool IS_FP16 = false;
 template <>
 constexpr bool IS_FP16<fp16> = true;
 
+constexpr int BLOCK_COLUMNS = ceil_div(MOST_COLUMNS, SLICES);  // of them a grid has SLICES
+static_assert(ceil_div(MOST_COLUMNS, BLOCK_COLUMNS) == SLICES);
+
 extern "C" {
 __constant__ int32_t kernels_start_early = 1;
 __constant__ BackwardDescriptor launch_descriptor = {
@@ -114,11 +141,11 @@ __constant__ BackwardDescriptor launch_descriptor = {
                  .threads = ROW_THREADS,
                  .smem_bytes = sizeof(WarpFloats)},
                 {.name = "attention_dq",
-                 .grid = {{COLUMNS, SLICE}, {SEQ_Q, ROWS}, {HEADS, 1}, {BATCH, 1}},
+                 .grid = {{COLUMNS, BLOCK_COLUMNS}, {SEQ_Q, ROWS}, {HEADS, 1}, {BATCH, 1}},
                  .threads = NUM_THREADS,
                  .smem_bytes = sizeof(SharedMemory)},
                 {.name = "attention_dk_dv",
-                 .grid = {{COLUMNS, SLICE}, {SEQ_K, ROWS}, {KV_HEADS, 1}, {BATCH, 1}},
+                 .grid = {{COLUMNS, BLOCK_COLUMNS}, {SEQ_K, ROWS}, {KV_HEADS, 1}, {BATCH, 1}},
                  .threads = NUM_THREADS,
                  .smem_bytes = sizeof(SharedMemory)}},
     .workspace = {{.element_bytes = sizeof(Rows) / TILE,
@@ -137,11 +164,11 @@ __constant__ BackwardDescriptor launch_descriptor = {
 
 // Starts tile[panel][r][col] = tensor[row + r][first_column + PANEL panel + col], zeros past its ends. Called
 // by one thread.
-template <int NUM_ROWS>
-__device__ void load_tile(Tile<NUM_ROWS>& tile, const TensorMap& map, int first_column, int row,
-                          int head, int batch, Mbarrier& full) {
+template <int NUM_PANELS, int NUM_ROWS>
+__device__ void load_tile(Tile<NUM_PANELS, NUM_ROWS>& tile, const TensorMap& map, int first_column,
+                          int row, int head, int batch, Mbarrier& full) {
 #pragma unroll
-    for (int panel = 0; panel < PANELS; ++panel)
+    for (int panel = 0; panel < NUM_PANELS; ++panel)
 #pragma unroll
         for (int r = 0; r < NUM_ROWS; r += TILE)
             cp_async_bulk_tensor_load(tile[panel][r], map, first_column + PANEL * panel, row + r,
@@ -155,16 +182,23 @@ __device__ uint64_t advance(uint64_t descriptor, int elements) {
 }
 
 // Describes the columns d ... d + 15 of a tile.
-template <int NUM_ROWS>
-__device__ uint64_t k_major(const Tile<NUM_ROWS>& tile, int d) {
+template <int NUM_PANELS, int NUM_ROWS>
+__device__ uint64_t k_major(const Tile<NUM_PANELS, NUM_ROWS>& tile, int d) {
     return advance(matrix_descriptor<SWIZZLE_128B>(tile[0][0], 0, SWIZZLE_128B_TILE),
                    d / PANEL * NUM_ROWS * PANEL + d % PANEL);
 }
 
 // Describes the rows row ... row + 15 of a tile, from a panel on.
-__device__ uint64_t mn_major(const Tile<TILE>& tile, int row, int panel) {
+template <int NUM_PANELS>
+__device__ uint64_t mn_major(const Tile<NUM_PANELS, TILE>& tile, int row, int panel) {
     return advance(matrix_descriptor<SWIZZLE_128B>(tile[0][0], sizeof(tile[0]), SWIZZLE_128B_TILE),
                    (panel * TILE + row) * PANEL);
+}
+
+// The accumulators of so many panels, from the n-th on.
+template <int NUM_PANELS, int TILES>
+__device__ auto panels_of(float (&acc)[TILES][4], int n) -> float (&)[NUM_PANELS * PANEL / 8][4] {
+    return reinterpret_cast<float (&)[NUM_PANELS * PANEL / 8][4]>(acc[PANEL / 8 * n]);
 }
 
 // tensor[first_row + r][first_column + c] = factor acc[r][c], rounded, of a warp's 16 rows and the
@@ -258,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         const int i = blockIdx.x % q_tiles * TILE + r;
         const int row = min(i, p.seq_q - 1);  // all lanes take part in the shuffles
         float delta = 0.0f;
-        for (int d = threadIdx.x % LANES * VEC; d < HEAD_DIM; d += LANES * VEC) {
+        for (int d = threadIdx.x % LANES * VEC; d < V_HEAD_DIM; d += LANES * VEC) {
             float x[VEC], y[VEC];
             load_vector(x, dout + row * p.dout_stride.row + d);
             load_vector(y, o + row * p.o_stride.row + d);
@@ -291,14 +325,12 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 }
 
 // What both kernels do: a walk over tiles, in which out += X B of the P or dS that the warpgroup computes
-// of each tile. Of what is kept, the first panels are in registers as well, which spares shared memory
-// their reading for each tile.
-template <int KEPT_PANELS>
+// of each tile. Of what is kept, the first panels are in registers as well, [16, 16] of the warp's rows each,
+// which spares shared memory their reading for each tile.
 struct Walk {
     SharedMemory& smem;
     int warpgroup, num_tiles;
     int rank = SLICES > 1 ? cluster_rank() : 0;
-    using Kept = uint32_t[KEPT_PANELS * PANEL / 16][4];
 
     // Of tile i: where it is, and how often that has been filled before.
     __device__ static int stage(int i) { return i % NUM_STAGES; }
@@ -309,35 +341,36 @@ struct Walk {
     __device__ void wait_for_tile(int n, int i) const {
         wait_for(smem.full[n][stage(i)], phase(i));
     }
-    __device__ void load_kept(Kept& kept) const {
+    template <int N, int NUM_PANELS>
+    __device__ void load_kept(uint32_t (&kept)[N][4], const Operands<NUM_PANELS>& operands) const {
         wait_for(smem.kept_full, 0);
         const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
-        for (int d = 0; d < KEPT_PANELS * PANEL; d += 16) {
+        for (int d = 0; d < 16 * N; d += 16) {
             const int column = (d + lane / 16 * 8) % PANEL;
-            ldmatrix_x4(kept[d / 16],
-                        &smem.kept[warpgroup][d / PANEL][row][column ^ row % 8 * VEC]);
+            ldmatrix_x4(kept[d / 16], &operands.kept[d / PANEL][row][column ^ row % 8 * VEC]);
         }
     }
     // Starts S or dP = A B^T  [ROWS, TILE] of the slice, of what is kept and of a tile.
-    __device__ void start_scores(Scores& acc, Kept& kept, int i) const {
+    template <int N, int NUM_PANELS>
+    __device__ void start_scores(Scores& acc, uint32_t (&kept)[N][4],
+                                 const Operands<NUM_PANELS>& operands, int i) const {
         wait_for_tile(warpgroup, i);
         wgmma_fence(acc, kept);
 #pragma unroll
-        for (int d = 0; d < SLICE; d += 16) {
-            const uint64_t b = k_major<TILE>(smem.tiles[warpgroup][stage(i)], d);
-            if (d < KEPT_PANELS * PANEL)
+        for (int d = 0; d < NUM_PANELS * PANEL; d += 16) {
+            const uint64_t b = k_major(operands.tiles[stage(i)], d);
+            if (d < 16 * N)
                 wgmma_m64nNk16<Element, K_MAJOR>(acc, kept[d / 16], b, d > 0);
             else
-                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(
-                    acc, k_major<ROWS>(smem.kept[warpgroup], d), b, d > 0);
+                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(acc, k_major(operands.kept, d), b, d > 0);
         }
         wgmma_commit_group();
     }
     // Starts acc += X B of the columns of B from a panel on.
-    template <int N>
-    __device__ void start_product(float (&acc)[N][4], Fragments& x, const Tile<TILE>& b,
-                                  int panel) const {
+    template <int N, int NUM_PANELS>
+    __device__ static void start_product(float (&acc)[N][4], Fragments& x,
+                                         const Tile<NUM_PANELS, TILE>& b, int panel) {
         wgmma_fence(acc, x);
 #pragma unroll
         for (int j = 0; j < TILE; j += 16)
@@ -449,24 +482,26 @@ struct Walk {
             mbarrier_arrive_cluster_relaxed(smem.consumed[i % 2], (rank + lane) % SLICES);
     }
 
-    // For tile i, compute(s, i, unit) makes P or dS of S or dP of a unit that the block owns, and shares
-    // it; end(i) says that it has shared them all; gather(i) waits for all units; and multiply(i) starts the
-    // product that adds to the accumulators, and reads and writes `registers`.
-    template <typename Compute, typename End, typename Gather, typename Multiply,
-              typename... Registers>
-    __device__ void run(const Compute& compute, const End& end, const Gather& gather,
-                        const Multiply& multiply, Registers&... registers) const {
+    // For tile i, of whose operands S or dP is the product, compute(s, i, unit) makes P or dS of S or dP of a
+    // unit that the block owns, and shares it; end(i) says that it has shared them all; gather(i) waits for
+    // all units; and multiply(i) starts the product that adds to the accumulators, and reads and writes
+    // `registers`.
+    template <int MOST_KEPT, int NUM_PANELS, typename Compute, typename End, typename Gather,
+              typename Multiply, typename... Registers>
+    __device__ void run(const Operands<NUM_PANELS>& operands, const Compute& compute,
+                        const End& end, const Gather& gather, const Multiply& multiply,
+                        Registers&... registers) const {
         Scores acc, next;
-        Kept kept;
+        uint32_t kept[(NUM_PANELS < MOST_KEPT ? NUM_PANELS : MOST_KEPT) * PANEL / 16][4];
         if (num_tiles > 0) {
-            load_kept(kept);
-            start_scores(acc, kept, 0);
+            load_kept(kept, operands);
+            start_scores(acc, kept, operands, 0);
             wgmma_wait_group<0>(acc);
             send(acc, 0);
         }
         for (int i = 0; i < num_tiles; ++i) {
             // Behind the last tile once more that one: products under a condition would be serialized.
-            start_scores(next, kept, min(i + 1, num_tiles - 1));
+            start_scores(next, kept, operands, min(i + 1, num_tiles - 1));
             wgmma_wait_group<1>(registers...);
             if (i > 0) release(smem.empty[stage(i - 1)]);
             receive(acc, i);
@@ -533,8 +568,8 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     // Causal: query i sees the keys j <= i + offset, so the last query sees the last key.
     const int offset = p.seq_k - p.seq_q;
     const int block_keys = CAUSAL ? min(p.seq_k, q_start + ROWS + offset) : p.seq_k;
-    const Walk<PANELS> walk = {smem, warp / 4, max(0, (block_keys + TILE - 1) / TILE)};
-    const int first_column = walk.rank * SLICE;
+    const Walk walk = {smem, warp / 4, max(0, (block_keys + TILE - 1) / TILE)};
+    const int first_column = walk.rank * SLICE, v_first_column = walk.rank * V_SLICE;
 
     init_barriers(smem);
     griddepcontrol_launch_dependents();  // attention_dk_dv may begin to load
@@ -547,19 +582,19 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
                 const int stage = walk.stage(i), k_start = i * TILE;
                 Mbarrier &first_full = smem.full[0][stage], &second_full = smem.full[1][stage];
                 if (i == 0) {
-                    mbarrier_arrive_expect_tx(smem.kept_full, sizeof(smem.kept));
-                    load_tile<ROWS>(smem.kept[0], p.q_map, first_column, q_start, head, batch,
-                                    smem.kept_full);
-                    load_tile<ROWS>(smem.kept[1], p.dout_map, first_column, q_start, head, batch,
-                                    smem.kept_full);
+                    mbarrier_arrive_expect_tx(smem.kept_full, KEPT_BYTES);
+                    load_tile(smem.of_s.kept, p.q_map, first_column, q_start, head, batch,
+                              smem.kept_full);
+                    load_tile(smem.of_dp.kept, p.dout_map, v_first_column, q_start, head, batch,
+                              smem.kept_full);
                 }
                 wait_for(smem.empty[stage], walk.phase(i) - 1);
-                mbarrier_arrive_expect_tx(first_full, sizeof(smem.tiles[0][0]));
-                load_tile<TILE>(smem.tiles[0][stage], p.k_map, first_column, k_start, kv_head,
-                                batch, first_full);
-                mbarrier_arrive_expect_tx(second_full, sizeof(smem.tiles[1][0]));
-                load_tile<TILE>(smem.tiles[1][stage], p.v_map, first_column, k_start, kv_head,
-                                batch, second_full);
+                mbarrier_arrive_expect_tx(first_full, sizeof(smem.of_s.tiles[stage]));
+                load_tile(smem.of_s.tiles[stage], p.k_map, first_column, k_start, kv_head, batch,
+                          first_full);
+                mbarrier_arrive_expect_tx(second_full, sizeof(smem.of_dp.tiles[stage]));
+                load_tile(smem.of_dp.tiles[stage], p.v_map, v_first_column, k_start, kv_head, batch,
+                          second_full);
             }
         }
         cluster_arrive();
@@ -585,7 +620,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         row_value[r] = warpgroup == 0 ? tile.lse[row % TILE] : tile.delta[row % TILE];
     }
 
-    float dq_acc[DQ_PANELS][PANEL / 8][4] = {};
+    float dq_acc[DQ_PANELS * PANEL / 8][4] = {};
     Fragments ds_frag = {};
     // ---- dQ += dS K  [ROWS, SLICE], of it DQ_PANELS panels in each warpgroup
     const auto panel = [&](int n) { return min(CONSUMERS * n + warpgroup, PANELS - 1); };
@@ -593,7 +628,8 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         walk.wait_for_tile(0, i);
 #pragma unroll
         for (int n = 0; n < DQ_PANELS; ++n)
-            walk.start_product(dq_acc[n], ds_frag, smem.tiles[0][walk.stage(i)], panel(n));
+            walk.start_product(panels_of<1>(dq_acc, n), ds_frag, smem.of_s.tiles[walk.stage(i)],
+                               panel(n));
     };
 
     // ---- P = 2^(S - lse)
@@ -632,16 +668,17 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
 
     // ---- for each K/V tile
     if (warpgroup == 0)
-        walk.run(make_p, end_p, gather_ds, multiply, dq_acc[0], dq_acc[DQ_PANELS - 1], ds_frag);
+        walk.run<DQ_KEPT_PANELS>(smem.of_s, make_p, end_p, gather_ds, multiply, dq_acc, ds_frag);
     else
-        walk.run(make_ds, end_ds, gather_ds, multiply, dq_acc[0], dq_acc[DQ_PANELS - 1], ds_frag);
+        walk.run<DQ_KEPT_PANELS>(smem.of_dp, make_ds, end_ds, gather_ds, multiply, dq_acc, ds_frag);
 
-    // ---- write dQ, in the place of Q, or dO: of the rows that the warp alone has read, into registers
+    // ---- write dQ, in the place of Q
+    bar_sync(CONSUMER_BARRIER, 128 * CONSUMERS);  // which warpgroup 0 has read
 #pragma unroll
     for (int n = 0; n < DQ_PANELS; ++n)
         if (CONSUMERS * n + warpgroup < PANELS)
             write(p.dq_map, first_column + PANEL * panel(n), first_row, head, batch,
-                  smem.kept[warpgroup][panel(n)], dq_acc[n], p.softmax_scale / factor);
+                  smem.of_s.kept[panel(n)], &dq_acc[PANEL / 8 * n], p.softmax_scale / factor);
     if (lane == 0) cp_async_bulk_wait_group_read<0>();
     cluster_arrive();
     cluster_wait();  // no block reaches into another one any more
@@ -670,9 +707,9 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     const int64_t group_tile = (int64_t(batch) * p.heads + first_head) * q_tiles;
     // The last tile first, of all heads, then the one before: with a mask, too, the blocks of a key head
     // read the same tiles at the same time, from the L2 cache.
-    const Walk<DKV_KEPT_PANELS> walk = {smem, warp / 4, group * (q_tiles - first_tile)};
+    const Walk walk = {smem, warp / 4, group * (q_tiles - first_tile)};
     const auto q_tile = [&](int i) { return q_tiles - 1 - i / group; };
-    const int first_column = walk.rank * SLICE;
+    const int first_column = walk.rank * SLICE, v_first_column = walk.rank * V_SLICE;
 
     init_barriers(smem);
 
@@ -680,22 +717,23 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x == 32 * PRODUCER_WARP) {
             // ---- load K and V, and the tiles
-            mbarrier_arrive_expect_tx(smem.kept_full, sizeof(smem.kept));
-            load_tile<ROWS>(smem.kept[0], p.k_map, first_column, k_start, kv_head, batch,
-                            smem.kept_full);
-            load_tile<ROWS>(smem.kept[1], p.v_map, first_column, k_start, kv_head, batch,
-                            smem.kept_full);
+            mbarrier_arrive_expect_tx(smem.kept_full, KEPT_BYTES);
+            load_tile(smem.of_s.kept, p.k_map, first_column, k_start, kv_head, batch,
+                      smem.kept_full);
+            load_tile(smem.of_dp.kept, p.v_map, v_first_column, k_start, kv_head, batch,
+                      smem.kept_full);
             const Rows* rows = static_cast<const Rows*>(p.workspace[0]) + group_tile;
             for (int i = 0; i < walk.num_tiles; ++i) {
                 const int stage = walk.stage(i), tile = q_tile(i), n = i % group;
                 Mbarrier &first_full = smem.full[0][stage], &second_full = smem.full[1][stage];
                 wait_for(smem.empty[stage], walk.phase(i) - 1);
-                mbarrier_arrive_expect_tx(first_full, sizeof(smem.tiles[0][0]) + sizeof(Rows));
-                load_tile<TILE>(smem.tiles[0][stage], p.q_map, first_column, tile * TILE,
-                                first_head + n, batch, first_full);
-                mbarrier_arrive_expect_tx(second_full, sizeof(smem.tiles[1][0]));
-                load_tile<TILE>(smem.tiles[1][stage], p.dout_map, first_column, tile * TILE,
-                                first_head + n, batch, second_full);
+                mbarrier_arrive_expect_tx(first_full,
+                                          sizeof(smem.of_s.tiles[stage]) + sizeof(Rows));
+                load_tile(smem.of_s.tiles[stage], p.q_map, first_column, tile * TILE,
+                          first_head + n, batch, first_full);
+                mbarrier_arrive_expect_tx(second_full, sizeof(smem.of_dp.tiles[stage]));
+                load_tile(smem.of_dp.tiles[stage], p.dout_map, v_first_column, tile * TILE,
+                          first_head + n, batch, second_full);
                 if (i == 0) griddepcontrol_wait();  // the rows are there
                 cp_async_bulk_load(&smem.rows[stage], rows + n * q_tiles + tile, sizeof(Rows),
                                    first_full);
@@ -713,15 +751,6 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     const float scale_log2 = p.softmax_scale * LOG2_E;
     const float factor =
         ds_factor(static_cast<const float*>(p.workspace[1]) + group_tile, group * q_tiles);
-
-    float acc[SLICE / 8][4] = {};  // of dV or dK
-    Fragments frag = {};           // of P or dS
-    // ---- dV += P^T dO or dK += dS^T Q  [ROWS, SLICE]
-    const int other = 1 - warpgroup;
-    const auto multiply = [&](int i) {
-        walk.wait_for_tile(other, i);
-        walk.start_product(acc, frag, smem.tiles[other][walk.stage(i)], 0);
-    };
 
     // ---- P = 2^(S - lse). Keys past the last one need no mask: they are rows that nobody writes.
     const auto make_p = [&](float (*s_acc)[4], int i, int unit) {
@@ -752,7 +781,6 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         release(smem.p_full);
         walk.end_sharing(smem.prob[i % 2]);
     };
-    const auto gather_p = [&](int i) { walk.gather(frag, smem.prob[i % 2], i); };
     // ---- dS = P * (dP - delta)
     const auto make_ds = [&](float (*dp_acc)[4], int i, int unit) {
         const int stage = walk.stage(i);
@@ -768,21 +796,37 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         release(smem.p_read);
         walk.end_sharing(smem.ds[i % 2]);
     };
-    const auto gather_ds = [&](int i) { walk.gather(frag, smem.ds[i % 2], i); };
 
-    // ---- for each Q/dO tile, of each head of the group
-    if (warpgroup == 0)
-        walk.run(make_p, end_p, gather_p, multiply, acc, frag);
-    else
-        walk.run(make_ds, end_ds, gather_ds, multiply, acc, frag);
-
-    // ---- write dV in the place of K, or dK in that of V
-    bar_sync(GROUP_BARRIER + warpgroup, 128);  // all of the warpgroup's products have read it
+    // ---- for each Q/dO tile, of each head of the group: dV += P^T dO or dK += dS^T Q, of the tiles that
+    // the warpgroup does not make its S or dP of
+    const auto gradient = [&](auto& operands, auto& others, Shares(&shares)[2], const auto& compute,
+                              const auto& end, const TensorMap& map, int first_column,
+                              float factor) {
+        constexpr int NUM_PANELS = std::extent_v<decltype(others.kept)>;  // of the gradient
+        constexpr int N_PANELS = NUM_PANELS <= 4 ? NUM_PANELS : 1;  // wgmma's N is at most 256
+        float acc[NUM_PANELS * PANEL / 8][4] = {};
+        Fragments frag = {};  // of P or dS
+        const auto gather = [&](int i) { walk.gather(frag, shares[i % 2], i); };
+        const auto multiply = [&](int i) {
+            walk.wait_for_tile(1 - warpgroup, i);
 #pragma unroll
-    for (int panel = 0; panel < PANELS; ++panel)
-        write(warpgroup == 0 ? p.dv_map : p.dk_map, first_column + PANEL * panel, first_row,
-              kv_head, batch, smem.kept[warpgroup][panel], &acc[PANEL / 8 * panel],
-              warpgroup == 0 ? 1.0f : p.softmax_scale / factor);
+            for (int n = 0; n < NUM_PANELS; n += N_PANELS)
+                walk.start_product(panels_of<N_PANELS>(acc, n), frag, others.tiles[walk.stage(i)],
+                                   n);
+        };
+        walk.run<DKV_KEPT_PANELS[NUM_PANELS]>(operands, compute, end, gather, multiply, acc, frag);
+        // ---- write dV in the place of V, or dK in that of K
+        bar_sync(CONSUMER_BARRIER, 128 * CONSUMERS);  // which the other warpgroup has read
+#pragma unroll
+        for (int panel = 0; panel < NUM_PANELS; ++panel)
+            write(map, first_column + PANEL * panel, first_row, kv_head, batch, others.kept[panel],
+                  &acc[PANEL / 8 * panel], factor);
+    };
+    if (warpgroup == 0)
+        gradient(smem.of_s, smem.of_dp, smem.prob, make_p, end_p, p.dv_map, v_first_column, 1.0f);
+    else
+        gradient(smem.of_dp, smem.of_s, smem.ds, make_ds, end_ds, p.dk_map, first_column,
+                 p.softmax_scale / factor);
     if (lane == 0) cp_async_bulk_wait_group_read<0>();
     cluster_arrive();
     cluster_wait();  // no block reaches into another one any more

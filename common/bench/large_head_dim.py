@@ -1,4 +1,4 @@
-"""Measures forward and backward where head_dim is 256 and more, or v, forward, has one of its own.
+"""Measures forward and backward where head_dim is 256 and more, or v has one of its own.
 
 The record is profiles/<gpu>/large_head_dim.json, large_head_dim_backward.json of the backward
 ladder, whose keys are those of grid.py, but for these:
@@ -22,7 +22,7 @@ from verify.case import Case
 
 from ..catalog import steps_to_run
 from ..errors import UsageError
-from ..operation import FORWARD, Operation
+from ..operation import Operation
 from ..problem import LARGE_HEAD_DIMS
 from ..record_schema import LARGE_HEAD_DIM_RECORD
 from ..records import large_head_dim_file
@@ -33,13 +33,8 @@ from .peers import load_for_large_head_dim
 
 
 def cases_of(operation: Operation) -> tuple[Case, ...]:
-    """The operation's cells: no step computes gradients where v has a head_dim of its own."""
-    cases = (Case.of(name, problem, operation) for name, problem in LARGE_HEAD_DIMS.items())
-    return tuple(
-        case
-        for case in cases
-        if operation == FORWARD or case.shape.v_head_dim == case.shape.head_dim
-    )
+    """The operation's cells."""
+    return tuple(Case.of(name, problem, operation) for name, problem in LARGE_HEAD_DIMS.items())
 
 
 def measure_large_head_dim(operation: Operation) -> Path:

@@ -48,8 +48,7 @@ def attention(
             contiguous. Within torch.autocast all three are cast to its dtype.
         k, v: [batch, kv_heads, the rank's keys, head_dim]; heads % kv_heads == 0. Those that are
             contiguous, or stored [batch, seq, heads, head_dim], travel without a copy.
-            v may have a head_dim of its own, without gradients. Nobody checks that it is the same
-            one on all ranks.
+            v may have a head_dim of its own. Nobody checks that it is the same one on all ranks.
         group: a process group, a DeviceMesh of one dimension, or None for all ranks. NCCL for CUDA
             tensors, Gloo for those of a CPU. Its time-out is that of every exchange.
         causal: each query sees the keys up to its own position. Each rank then holds what shard()

@@ -26,8 +26,8 @@ HEADS = {320: 6, 512: 4, 576: 4, 768: 4, 1024: 2}  # by head_dim
     ("step", "head_dim", "v_head_dim", "heads"),
     [
         *((step, *(d, d), heads) for step in ("v15", "b12") for d, heads in HEADS.items()),
-        ("v15", 576, 512, 4),
-        ("v15", 64, 512, 4),
+        *((step, *(d, v), 4) for step in ("v15", "b12") for d, v in ((576, 512), (64, 512))),
+        ("b12", 192, 128, 10),
     ],
 )
 def test_repeats_all_bits(
@@ -37,7 +37,7 @@ def test_repeats_all_bits(
     shape = Shape(4, heads, heads, 4096, 4096, head_dim, v_head_dim)
     *qkv, dout = (
         torch.randn(size, generator=rng, device="cuda", dtype=torch.bfloat16)
-        for size in (shape.q, shape.kv, shape.v, shape.q)
+        for size in (shape.q, shape.kv, shape.v, shape.o)
     )
     if step == "v15":
         compute = partial(attention, *qkv, causal=causal, step=step, return_lse=True)
