@@ -27,7 +27,10 @@ constexpr int NUM_STAGES =                           // tiles of K, and of V, in
     HEAD_DIM <= 64    ? 6
     : HEAD_DIM <= 192 ? 3
                       : 2;
-constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
+// Two warpgroups multiply in turn, but not where each has fewer keys at a time.
+constexpr bool TAKE_TURNS = BLOCK_N == 128;
+constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the other's follows
+constexpr int PANEL = 64;        // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 
@@ -47,10 +50,10 @@ struct Parts {
     Part part[2][CONSUMERS];
     int grid;  // in the first block's: the number of blocks
 };
-constexpr int MAX_BLOCKS = 144;  // no device of this architecture has more SMs
-constexpr int MERGE_THREADS = 256, MERGE_WARPS = MERGE_THREADS / 32;
-constexpr int COLUMNS = (DIM + 127) / 128;    // of O, in groups of 4, that a lane merges
-constexpr int MERGED_AT_ONCE = 16 / COLUMNS;  // parts
+constexpr int MAX_BLOCKS = 144;                       // no device of this architecture has more SMs
+constexpr int MERGE_THREADS = 256, MERGE_BLOCKS = 4;  // the latter on an SM
+constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
+constexpr int MERGED_AT_ONCE = 4;           // and of so many parts at a time
 
 struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
     Tile<BLOCK_M> q[CONSUMERS];      // of two warpgroups, or of two work tiles of one
@@ -71,7 +74,7 @@ __constant__ LaunchDescriptor launch_descriptor = {
                 {.name = "attention_merge",
                  .grid = {{SEQ_Q, 1}, {HEADS, 1}, {BATCH, 1}},
                  .threads = MERGE_THREADS,
-                 .blocks_per_sm = 4}},
+                 .blocks_per_sm = MERGE_BLOCKS}},
     // One for each block; by an axis, as blocks without a second tile leave parts, too.
     .workspace = {{.element_bytes = sizeof(Parts), .shape = {{BATCH, MAX_BLOCKS}}}},
     .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
@@ -90,17 +93,20 @@ struct Segment {
     bool is_whole;  // all tiles of the work tile
 };
 
-// The shares. Row n of a key head is query n / group of head n % group of its group.
+// The shares. Row n of a key head is query n / group of head n % group of its group. What is counted
+// here is less than 2^32: a division of 64 bits takes ten times as long, and a short call waits for
+// these.
 struct Schedule {
     const AttentionParams& p;
     int group, rows;           // heads of a key head; their queries
     int consumers, tile_rows;  // warpgroups that have rows; the rows of a work tile
     int row_tiles;             // of a key head
-    int tiles;                 // of keys, of each work tile
-    int64_t works;             // work tiles
-    int blocks;                // that have a share
-    bool whole;                // a share is of whole work tiles
-    int64_t units;             // that are shared out: tiles of keys, or whole work tiles
+    uint32_t tiles;            // of keys, of each work tile
+    uint32_t works;            // work tiles
+    uint32_t blocks;           // that have a share
+    uint32_t unit_tiles;       // a share is of whole work tiles, or of tiles of keys, one by one
+    uint32_t work_units;       // of a work tile
+    uint32_t share, longer;    // a share is so many units, those of the first blocks one more
 
     __device__ Schedule(const AttentionParams& params, int grid)
         : p(params),
@@ -108,24 +114,29 @@ struct Schedule {
           rows(group * p.seq_q),
           consumers(rows <= BLOCK_M ? 1 : CONSUMERS),
           tile_rows(BLOCK_M * consumers),
-          row_tiles((rows + tile_rows - 1) / tile_rows),
+          row_tiles(consumers == 1 ? 1 : (rows - 1) / (BLOCK_M * CONSUMERS) + 1),
           tiles((p.seq_k + BLOCK_N - 1) / BLOCK_N),
-          works(int64_t(p.batch) * p.kv_heads * row_tiles),
+          works(uint32_t(p.batch) * p.kv_heads * row_tiles),
           blocks(min(grid, MAX_BLOCKS)) {
         // Parts take time to write and to merge. So whole work tiles are shared out, or as many parts
         // of each, where that keeps nine tenths of the blocks busy.
-        const int64_t rounds = (works + blocks - 1) / blocks, parts = blocks / works;
-        whole = works >= blocks && 10 * works >= 9 * rounds * blocks;
-        units = whole ? works : works * tiles;
+        const uint32_t idle = ((works - 1) / blocks + 1) * blocks - works, parts = blocks / works;
+        const bool is_even = works >= blocks && works >= 9 * idle;
+        const bool whole = is_even || uint64_t(works) * tiles > UINT32_MAX;
+        unit_tiles = whole ? tiles : 1;
+        work_units = whole ? 1 : tiles;
         if (10 * works * parts >= 9 * blocks) blocks = works * parts;
-        blocks = min(int64_t(blocks), units);
+        blocks = min(blocks, works * work_units);
+        share = works * work_units / blocks;
+        longer = works * work_units - share * blocks;
     }
 
     // Where a block's share begins, and that of the block before ends.
-    __device__ int64_t cut(int block) const { return units * block / blocks * (whole ? tiles : 1); }
-    // Whose share has the tile: the last block with cut() <= tile.
-    __device__ int block_of(int64_t tile) const {
-        return ((tile / (whole ? tiles : 1) + 1) * blocks - 1) / units;
+    __device__ uint32_t cut(uint32_t block) const { return share * block + min(block, longer); }
+    // Whose share has the unit.
+    __device__ uint32_t block_of(uint32_t unit) const {
+        const uint32_t first = cut(longer);
+        return unit < first ? unit / (share + 1) : longer + (unit - first) / share;
     }
 
     // The keys that a row sees. Causal: query i sees j <= i + seq_k - seq_q.
@@ -137,29 +148,29 @@ struct Schedule {
 // A block's share, segment by segment.
 struct Share {
     const Schedule& schedule;
-    int64_t begin, end;  // of the tiles
-    int first_work, count;
+    uint32_t begin, end;  // of the units
+    uint32_t first_work;
+    int count;
 
-    __device__ Share(const Schedule& s, int block) : schedule(s), begin(0), end(0), count(0) {
+    __device__ Share(const Schedule& s, uint32_t block) : schedule(s), begin(0), end(0), count(0) {
         if (block >= s.blocks) return;
         begin = s.cut(block), end = s.cut(block + 1);
-        if (begin == end) return;
-        first_work = begin / s.tiles;
-        count = int((end - 1) / s.tiles) - first_work + 1;
+        first_work = begin / s.work_units;
+        count = (end - 1) / s.work_units - first_work + 1;
     }
 
     __device__ Segment at(int i) const {
         const Schedule& s = schedule;
-        const int work = first_work + i;
-        const int64_t before = int64_t(work) * s.tiles;
+        const uint32_t work = first_work + i, before = work * s.work_units;
         Segment segment;
-        segment.first = max(begin - before, int64_t(0));
-        segment.end = min(end - before, int64_t(s.tiles));
+        segment.first = (max(begin, before) - before) * s.unit_tiles;
+        segment.end = min(end - before, s.work_units) * s.unit_tiles;
         segment.kind = segment.end == s.tiles ? ENDS : GOES_ON;
         segment.is_whole = segment.first == 0 && segment.end == s.tiles;
-        segment.first_row = work % s.row_tiles * s.tile_rows;
-        segment.kv_head = work / s.row_tiles % s.p.kv_heads;
-        segment.batch = work / s.row_tiles / s.p.kv_heads;
+        const uint32_t head_of_keys = work / s.row_tiles;
+        segment.first_row = (work - head_of_keys * s.row_tiles) * s.tile_rows;
+        segment.batch = head_of_keys / s.p.kv_heads;
+        segment.kv_head = head_of_keys - segment.batch * s.p.kv_heads;
         // Nothing is loaded that no row sees.
         const int last_row = min(segment.first_row + s.tile_rows, s.rows) - 1;
         segment.end = min(segment.end, (s.visible_keys(last_row) + BLOCK_N - 1) / BLOCK_N);
@@ -210,7 +221,8 @@ struct QPlace {
           phase(schedule.consumers == 1 ? i / CONSUMERS : i) {}
 };
 
-// ---- copy Q, whose rows are of several heads: no box of a tensor map. By Q_WARPS warps
+// ---- copy Q, whose rows are of several heads: no box of a tensor map. By Q_WARPS warps. What stays
+// in rows past the last is multiplied, and nobody reads the products
 __device__ void load_q(const AttentionParams& p, const Share& share, SharedMemory& smem) {
     constexpr int CHUNKS = DIM / VEC;  // of a row
     const Schedule& schedule = share.schedule;
@@ -219,12 +231,13 @@ __device__ void load_q(const AttentionParams& p, const Share& share, SharedMemor
         const Segment segment = share.at(i);
         const QPlace place(schedule, i);
         wait_for(smem.q_empty[place.stage], place.phase - 1);
-        for (int n = thread; n < schedule.tile_rows * CHUNKS; n += 32 * Q_WARPS) {
+        const int rows = min(schedule.tile_rows, schedule.rows - segment.first_row);
+        for (int n = thread; n < rows * CHUNKS; n += 32 * Q_WARPS) {
             const int local = n / CHUNKS, d = n % CHUNKS * VEC, row = segment.first_row + local;
             const int head = segment.kv_head * schedule.group + row % schedule.group;
             const Element* q = p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
                                row / schedule.group * p.q_stride.row + d;
-            const bool valid = row < schedule.rows && d < HEAD_DIM;
+            const bool valid = d < HEAD_DIM;
             cp_async_cg(swizzled(smem.q[place.stage + local / BLOCK_M], local % BLOCK_M, d),
                         valid ? q : p.q, valid);
         }
@@ -272,6 +285,15 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
     float row_max[2];  // m, in units of log2
     float row_sum[2];  // this lane's share of l
     float rescale[2];
+    // Ping-pong scheduling, as in v09.
+    const bool take_turns = TAKE_TURNS && schedule.consumers == CONSUMERS;
+    const auto wait_for_turn = [&] {
+        if (take_turns) bar_sync(TURN_BARRIER + warpgroup, 128 * CONSUMERS);
+    };
+    const auto pass_turn = [&] {
+        if (take_turns) bar_arrive(TURN_BARRIER + 1 - warpgroup, 128 * CONSUMERS);
+    };
+    if (warpgroup == 1) pass_turn();  // the first turn is warpgroup 0's
 
     int number = 0;  // of the next tile among the block's
     for (int i = 0; i < share.count; ++i) {
@@ -367,14 +389,18 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
         __syncwarp();  // a lane still waiting would miss the phases that the release allows
         // ---- for each K/V tile
         if (segment.first < segment.end) {
+            wait_for_turn();
             start_s(number);
+            pass_turn();
             wgmma_wait_group<0>(s_acc);
             release(smem.k_empty[number % NUM_STAGES]);
             softmax(segment.first);
             convert_p();
             for (int tile = segment.first + 1; tile < segment.end; ++tile, ++number) {
+                wait_for_turn();
                 start_s(number + 1);
                 start_pv(number);
+                pass_turn();
                 wgmma_wait_group<1>(s_acc);
                 release(smem.k_empty[(number + 1) % NUM_STAGES]);
                 softmax(tile);  // while O += P V runs
@@ -386,7 +412,9 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
                     for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
                 convert_p();
             }
+            wait_for_turn();
             start_pv(number);
+            pass_turn();
             wgmma_wait_group<0>(o_acc, p_frag);
             release(smem.v_empty[number % NUM_STAGES]);
             ++number;
@@ -469,80 +497,93 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (warp < 4 * schedule.consumers) compute(p, share, smem);
 }
 
-// ---- O = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. By a warp
-__device__ void merge(const AttentionParams& p, const Schedule& schedule, int head_of_keys,
-                      int row) {
-    const int lane = threadIdx.x % 32;
-    const int64_t before =
-        (int64_t(head_of_keys) * schedule.row_tiles + row / schedule.tile_rows) * schedule.tiles;
-    const int first_block = schedule.block_of(before);
-    const int last_block = schedule.block_of(before + schedule.tiles - 1);
-    if (first_block == last_block) return;  // which has written O and lse
+// ---- O = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread has four
+// columns of a row, and of its parts every `lanes`-th: so many lanes of a warp have the same columns.
+__device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32_t head_of_keys,
+                      int row, int d, int lanes, bool is_there) {
+    const uint32_t work = head_of_keys * schedule.row_tiles + row / schedule.tile_rows;
+    const uint32_t first_block = schedule.block_of(work * schedule.tiles);
+    const uint32_t last_block = schedule.block_of((work + 1) * schedule.tiles - 1);
     const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
     const int local = row % BLOCK_M, warpgroup = row % schedule.tile_rows / BLOCK_M;
-    const auto part = [&](int block) -> const Part& {
-        return parts[block].part[block < last_block ? GOES_ON : ENDS][warpgroup];
-    };
-    float row_max = -INFINITY, row_sum = 0.0f;
-    float o[COLUMNS][4] = {};
-    for (int block = first_block; block <= last_block; block += MERGED_AT_ONCE) {
+    const int lane = threadIdx.x % lanes;
+    is_there &= first_block < last_block;  // one block alone has written O and lse
+    float row_max = -INFINITY, row_sum = 0.0f, o[4] = {};
+    for (uint32_t block = first_block + lane; is_there && block <= last_block;
+         block += MERGED_AT_ONCE * lanes) {
         // All loads first: they take as long as one.
         float part_max[MERGED_AT_ONCE], part_sum[MERGED_AT_ONCE];
-        float4 part_o[MERGED_AT_ONCE][COLUMNS];
+        float4 part_o[MERGED_AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < MERGED_AT_ONCE; ++n) {
+            const uint32_t of = block + n * lanes;
+            part_max[n] = -INFINITY, part_sum[n] = 0.0f, part_o[n] = make_float4(0, 0, 0, 0);
+            if (of > last_block) continue;
+            const Part& part = parts[of].part[of < last_block ? GOES_ON : ENDS][warpgroup];
+            part_max[n] = part.row_max[local], part_sum[n] = part.row_sum[local];
+            part_o[n] = load_float4(&part.o[local][d]);
+        }
         float new_max = row_max;
 #pragma unroll
-        for (int n = 0; n < MERGED_AT_ONCE; ++n) {
-            const Part& from = part(min(block + n, last_block));
-            part_max[n] = block + n <= last_block ? from.row_max[local] : -INFINITY;
-            part_sum[n] = from.row_sum[local];
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-                part_o[n][j] = load_float4(&from.o[local][min(128 * j + 4 * lane, DIM - 4)]);
-            new_max = fmaxf(new_max, part_max[n]);
-        }
+        for (float m : part_max) new_max = fmaxf(new_max, m);
         const float shift = new_max == -INFINITY ? 0.0f : new_max;  // -inf - -inf is NaN
-        const auto rescale = [&](float m) { return ex2_approx_ftz(m - shift); };
-        row_sum *= rescale(row_max);
+        const float rescale = ex2_approx_ftz(row_max - shift);
+        row_sum *= rescale;
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) o[j][i] *= rescale(row_max);
+        for (float& x : o) x *= rescale;
 #pragma unroll
         for (int n = 0; n < MERGED_AT_ONCE; ++n) {
-            const float factor = rescale(part_max[n]);
+            const float factor = ex2_approx_ftz(part_max[n] - shift);
             row_sum += factor * part_sum[n];
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) {
-                const float4 x = part_o[n][j];
-                o[j][0] += factor * x.x, o[j][1] += factor * x.y;
-                o[j][2] += factor * x.z, o[j][3] += factor * x.w;
-            }
+            o[0] += factor * part_o[n].x, o[1] += factor * part_o[n].y;
+            o[2] += factor * part_o[n].z, o[3] += factor * part_o[n].w;
         }
         row_max = new_max;
     }
+    // The same once more, of what the lanes have.
+    const float lane_max = row_max;
+    for (int other = 1; other < lanes; other *= 2)
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, other));
+    const float rescale = ex2_approx_ftz(lane_max - (row_max == -INFINITY ? 0.0f : row_max));
+    row_sum *= rescale;
+#pragma unroll
+    for (float& x : o) x *= rescale;
+    for (int other = 1; other < lanes; other *= 2) {
+        row_sum += __shfl_xor_sync(0xffffffff, row_sum, other);
+#pragma unroll
+        for (float& x : o) x += __shfl_xor_sync(0xffffffff, x, other);
+    }
+    if (!is_there || lane > 0) return;
     const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
     const int query = row / schedule.group, batch = head_of_keys / p.kv_heads;
     const int head = head_of_keys % p.kv_heads * schedule.group + row % schedule.group;
     Element* out = p.o + batch * p.o_stride.batch + head * p.o_stride.head + query * p.o_stride.row;
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-        const int d = 128 * j + 4 * lane;
-        if (d < HEAD_DIM)
-            store_float4(out + d, make_float4(o[j][0] * inverse, o[j][1] * inverse,
-                                              o[j][2] * inverse, o[j][3] * inverse));
-    }
-    if (lane == 0)
+    store_float4(out + d,
+                 make_float4(o[0] * inverse, o[1] * inverse, o[2] * inverse, o[3] * inverse));
+    if (d == 0)
         p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + query] =
             row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
 }
 
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS, MERGE_BLOCKS)
     attention_merge(const __grid_constant__ AttentionParams p) {
     griddepcontrol_wait();  // the parts are there
     const Schedule schedule(p, static_cast<const Parts*>(p.workspace[0])->grid);
-    if (schedule.whole) return;  // there are no parts
-    const int64_t num_rows = int64_t(p.batch) * p.kv_heads * schedule.rows;
-    int64_t row = int64_t(threadIdx.x / 32) * gridDim.x + blockIdx.x;  // few rows: an SM each
-    for (; row < num_rows; row += int64_t(MERGE_WARPS) * gridDim.x)
-        merge(p, schedule, row / schedule.rows, row % schedule.rows);
+    if (schedule.unit_tiles == schedule.tiles) return;  // there are no parts
+    const uint32_t num_rows = schedule.works / schedule.row_tiles * schedule.rows;
+    const uint32_t chunks = num_rows * MERGE_CHUNKS, threads = gridDim.x * MERGE_THREADS;
+    // So many lanes that each loads all of its parts at once, unless there are not so many threads.
+    const uint32_t parts = min(schedule.tiles, schedule.blocks / schedule.works + 2);
+    uint32_t lanes = 1;
+    while (lanes < 32 && MERGED_AT_ONCE * lanes < parts && 2 * lanes * chunks <= threads)
+        lanes *= 2;
+    // Few rows are on all SMs.
+    for (uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x; 32 * warp < chunks * lanes;
+         warp += threads / 32) {
+        const uint32_t chunk = (32 * warp + threadIdx.x % 32) / lanes;
+        const uint32_t row = min(chunk / MERGE_CHUNKS, num_rows - 1),
+                       head_of_keys = row / schedule.rows;
+        merge(p, schedule, head_of_keys, row - head_of_keys * schedule.rows,
+              chunk % MERGE_CHUNKS * 4, lanes, chunk < chunks);
+    }
 }

@@ -212,6 +212,10 @@ CASES = (
     Case("shares_one_tile", Shape(1, 6, 6, 20, 890, 64), FP16, inputs=walks(2, 25)),
     Case("shares_128", Shape(1, 3, 3, 70, 1400, 128), BF16),
     Case("shares_256", Shape(1, 3, 3, 70, 700, 256), FP16),
+    # Where keys are split, 5 parts of each row on 5 multiprocessors: for one lane of the merge,
+    # which takes 4 at once, and for two.
+    Case("rising_256", Shape(1, 1, 1, 45, 330, 256), FP16, inputs=rising_logits),
+    Case("one_query_8", Shape(1, 3, 1, 1, 700, 8), BF16, causal=True),
     Case(
         "staircase", Shape(1, 1, 1, 21, 4099, 64), BF16, inputs=staircase, softmax_scale=0.0018 / 64
     ),

@@ -35,9 +35,9 @@ SCHEDULE = """
     *to++ = share.count;
     for (int i = 0; i < share.count; ++i) {
         const Segment segment = share.at(i);
-        const int64_t before = int64_t(segment.kv_head) * schedule.tiles;
+        const uint32_t units = schedule.work_units, before = segment.kv_head * units;
         *to++ = segment.kv_head, *to++ = segment.first, *to++ = segment.end;
-        *to++ = schedule.block_of(before), *to++ = schedule.block_of(before + schedule.tiles - 1);
+        *to++ = schedule.block_of(before), *to++ = schedule.block_of(before + units - 1);
     }
 """
 
@@ -64,7 +64,7 @@ def schedule(tmp_path_factory):
         (132, 128, 64, 0),  # whole, on 128 blocks
         (132, 512, 8, 0),  # whole, in 4 rounds of which the last is not full
         (132, 100, 64, 100),  # in equal shares: of one part of each, 32 blocks would be idle
-        (132, 140, 64, 128),  # likewise in two rounds; 3 cuts lie between work tiles
+        (132, 140, 64, 124),  # likewise in two rounds; 7 cuts lie between work tiles
         (132, 140, 1, 0),
         (2, 3, 5, 1),
         (1, 7, 3, 0),
@@ -100,9 +100,9 @@ def test_shares_have_each_tile_once(schedule, num_blocks, num_works, num_tiles, 
 @pytest.mark.parametrize(
     ("shape", "causal"),
     [
-        (Shape(1, 2, 1, 1, 5000, 64), False),  # 40 parts of two rows: merged 16 at once
-        (Shape(1, 2, 2, 3, 1500, 136), True),  # 12 of each, by lanes with two groups of columns
-        (Shape(1, 9, 1, 8, 700, 40), True),  # two warpgroups, the second with 8 rows
+        (Shape(1, 2, 1, 1, 5000, 64), False),  # 40 parts of two rows, by 16 lanes
+        (Shape(1, 2, 2, 3, 1500, 136), True),  # 16 and 24, by 4 lanes, twice
+        (Shape(1, 9, 1, 8, 700, 40), True),  # two warpgroups, the second with 8 rows; by 2
     ],
 )
 def test_many_parts(shape, causal):
