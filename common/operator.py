@@ -114,7 +114,7 @@ def _forward(
     # fmt: off
     key = (
         step, backward_step, deterministic, causal,
-        are_few(q.shape[2], q.shape[1], k.shape[1]), q.shape[3], v.shape[3],
+        are_few(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]), q.shape[3], v.shape[3],
         q.dtype, q.device, k.dtype, k.device, v.dtype, v.device,
     )
     # fmt: on
@@ -765,7 +765,7 @@ def highest_step(
     """
     refusals: dict[str, str] = {}
     q, *others = inputs
-    few = bool(others) and are_few(q.shape[2], q.shape[1], others[0].shape[1])
+    few = bool(others) and are_few(*q.shape[:2], others[0].shape[1], q.shape[2], others[0].shape[2])
     v_head_dim = others[1].shape[3] if others else q.shape[3]
     for step in reversed(_steps_of(operation)):
         if step.takes_lengths != with_lengths:

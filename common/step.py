@@ -40,6 +40,10 @@ _PARTS = re.compile(
 
 HEAD_DIMS = range(8, 1025, 8)  # those that the cases of verify/ cover: a step can promise no others
 LARGE_HEAD_DIM = 256  # a larger head_dim is large; so is one that v does not share
+# What are_few() reckons with. With more IDLE_KEYS or fewer, the cells of make bench DECODE=1 take
+# longer in the geometric mean.
+MULTIPROCESSORS = 132  # of an H100 or H200
+BLOCK_QUERIES, MERGED_ROWS, IDLE_KEYS = 128, 128, 768
 
 
 @dataclass(frozen=True)
@@ -144,10 +148,18 @@ class Step:
             raise UsageError(f"{self.name} {reason}")
 
 
-def are_few(seq_q: int, heads: int, kv_heads: int) -> bool:
-    """Whether queries are few: at most 64, or of several heads that share keys 128 together."""
-    most = 64 if heads == kv_heads else 128
-    return seq_q * heads <= most * kv_heads
+def are_few(batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int) -> bool:
+    """Whether queries are few for the keys that they see: v13 is faster there than v12.
+
+    Those of heads that share keys are, where they are MERGED_ROWS at most, together: the keys are
+    then read once. All are, where v12, a block of which takes BLOCK_QUERIES of a head through all
+    keys, leaves a quarter of MULTIPROCESSORS or more without work, and for so long that it is worth
+    splitting the keys and merging the parts: as long as IDLE_KEYS keys take on all of them.
+    """
+    if heads > kv_heads and seq_q * heads <= MERGED_ROWS * kv_heads:
+        return True
+    idle = MULTIPROCESSORS - batch * heads * -(-seq_q // BLOCK_QUERIES)
+    return 4 * idle >= MULTIPROCESSORS and idle * seq_k >= MULTIPROCESSORS * IDLE_KEYS
 
 
 def is_large(head_dim: int, v_head_dim: int) -> bool:

@@ -149,7 +149,7 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
 def _taken(steps: Sequence[Step], case: Case) -> str:
     """The first of the steps but one that is taken for few queries only, where these are more."""
     shape = case.shape
-    few = are_few(shape.seq_q, shape.heads, shape.kv_heads)
+    few = are_few(shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k)
     return next((step.name for step in steps if few >= step.only_few_queries), steps[0].name)
 
 

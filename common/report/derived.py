@@ -17,7 +17,7 @@ from ..metrics import (
 from ..operation import operation_of
 from ..problem import GROUPS
 from ..record_schema import FA3, NUMBER, OURS, PADDED, RING, SHARDED_ATTENTIONS
-from ..step import LARGE_HEAD_DIM, are_few, is_large
+from ..step import LARGE_HEAD_DIM, is_large
 
 # Beside the ring: our other way, one GPU with the whole problem, and torch's ways.
 _, ULYSSES, ONE_GPU, *CONTEXT_PARALLEL = SHARDED_ATTENTIONS
@@ -226,12 +226,12 @@ def copy_shares(record: dict) -> dict[str, float]:
 def decode_figures(record: dict) -> dict[str, float | str | None]:
     """Of a record of few queries on many keys, under DECODE_FIGURES; None where nothing is."""
     ratios, shares = decode_ratios(record), copy_shares(record)
-    _, *before = record["sources"]
+    newest, *before = record["sources"]
     gains = decode_ratios(record, over=before[0]) if before else {}
     few = [
         ratios[cell["name"]]
         for cell in record["cells"]
-        if cell["name"] in ratios and are_few(cell["seq_q"], cell["heads"], cell["kv_heads"])
+        if cell["name"] in ratios and cell["taken"] == newest
     ]
     gained = _figures(gains)
     return {

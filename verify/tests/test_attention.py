@@ -62,9 +62,12 @@ def test_a_step_for_few_queries_is_taken_only_for_them(monkeypatch) -> None:
     few = replace(first, name="v98", only_few_queries=True)
     monkeypatch.setattr("common.operator.all_steps", lambda: (first, few))
     own, shared = (torch.zeros(1, heads, 3, 8) for heads in (4, 2))
+    many = own[:, :, :1].expand(-1, -1, 2000, -1)
     for k, seq_q, step in (
-        (own, 64, few),
-        (own, 65, first),
+        (own, 1, first),
+        (many, 1, few),
+        (many, 1000, few),
+        (many, 10000, first),
         (shared, 64, few),
         (shared, 65, first),
     ):
@@ -78,7 +81,7 @@ def test_a_step_for_few_queries_is_taken_only_for_them(monkeypatch) -> None:
     alone = [torch.zeros(1, 1, 1, 8)]
     assert highest_step(CpuBackend(), FORWARD, alone, False, as_they_lie=False) is first
     monkeypatch.setattr("common.operator.all_steps", lambda: (first, replace(few, draft="not yet")))
-    inputs = (torch.zeros(1, 4, 1, 8), own, own)
+    inputs = (torch.zeros(1, 4, 1, 8), shared, shared)
     assert highest_step(CpuBackend(), FORWARD, inputs, False, as_they_lie=False) is first
 
 

@@ -333,22 +333,32 @@ def test_a_backward_step_may_take_lengths(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seq_q", "heads", "kv_heads", "few"),
+    ("shape", "few"),
     [
-        (64, 1, 1, True),
-        (65, 1, 1, False),
-        (64, 16, 16, True),
-        (65, 16, 16, False),
-        (16, 64, 8, True),
-        (17, 64, 8, False),
-        (32, 32, 8, True),
-        (33, 32, 8, False),
-        (1, 128, 1, True),
-        (1, 129, 1, False),
+        # 128 rows that share keys, however many there are and how many heads.
+        ((1, 64, 8, 16, 1), True),
+        ((64, 64, 8, 16, 1024), True),
+        ((64, 64, 8, 17, 1024), False),
+        ((8, 32, 8, 32, 100), True),
+        ((8, 32, 8, 33, 100), False),
+        ((1, 128, 1, 1, 3), True),
+        ((2, 129, 1, 1, 3), False),
+        # Of 132 multiprocessors v12 keeps batch * heads busy, or twice as many from 129 queries on.
+        ((1, 16, 16, 1, 873), False),
+        ((1, 16, 16, 1, 874), True),
+        ((1, 16, 16, 128, 874), True),
+        ((1, 16, 16, 129, 874), False),
+        ((1, 16, 16, 129, 1014), True),
+        ((2, 16, 16, 1, 1013), False),
+        ((2, 16, 16, 1, 1014), True),
+        ((1, 99, 99, 1, 3071), False),
+        ((1, 99, 99, 1, 3072), True),
+        ((1, 100, 100, 1, 1 << 30), False),
+        ((64, 16, 16, 1, 1 << 30), False),
     ],
 )
-def test_queries_are_few(seq_q, heads, kv_heads, few):
-    assert are_few(seq_q, heads, kv_heads) is few
+def test_queries_are_few(shape, few):
+    assert are_few(*shape) is few
 
 
 @pytest.mark.parametrize(
