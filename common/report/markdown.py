@@ -74,7 +74,6 @@ REQUIRED_TABLES = {
         "distributions",
         "latency",
         "decoding",
-        "decode",
         "pictures",
         "results b",
         "memory b",
