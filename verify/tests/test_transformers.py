@@ -669,10 +669,15 @@ def test_v_of_a_head_dim_of_its_own(calls) -> None:
     found, _ = integration.attention_forward(module, q, k, v, None, is_causal=False)
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected, atol=2**-6, rtol=2**-6)
-    assert len(calls) == 1
-    with pytest.warns(UserWarning, match="no step can run .* v of q's head_dim, 72, not of 40"):
-        integration.attention_forward(module, q.requires_grad_(), k, v, None, is_causal=False)
-    assert len(calls) == 1
+    for t in (q, k, v):
+        t.requires_grad_()
+    found, _ = integration.attention_forward(module, q, k, v, None, is_causal=False)
+    assert len(calls) == 2
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    dout = torch.randn(found.shape, generator=rng).bfloat16()
+    gradients = (torch.autograd.grad(o, (q, k, v), dout) for o in (found, expected))
+    for gradient, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, other, atol=2**-5, rtol=2**-5)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
