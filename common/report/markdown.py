@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -74,6 +74,7 @@ REQUIRED_TABLES = {
         "distributions",
         "latency",
         "decoding",
+        "decode",
         "pictures",
         "results b",
         "memory b",
@@ -167,8 +168,9 @@ def render(path: Path, record_set: RecordSet, others: list[RecordSet]) -> str:
         raise UsageError(
             f"{path.name}: marker {opening[0][:60] if opening else ''} has no <!-- end -->"
         )
+    of_any_gpu = {replace(asked, folder=None) for asked in present}
     for table in _required_tables(path.name, record_set):
-        if _parse(table) not in present:
+        if _parse(table) not in of_any_gpu:
             raise UsageError(f"{path.name}: missing marker <!-- table: {table} --> … <!-- end -->")
     return filled
 
