@@ -50,9 +50,8 @@ constexpr int TILE = 32;
 // one, and warpgroup 0 writes it.
 constexpr int DQ_PANELS = (PANELS + 1) / 2;
 // Panels of Q, or dO, that registers have room for beside dQ; and of K, or V, beside so many of dV, or dK.
-// Three or more slices need some registers to add up S and dP.
 constexpr int DQ_KEPT_PANELS = 4;
-constexpr int DKV_KEPT_PANELS[] = {0, 4, 4, 4, SLICES < 3 ? 3 : 2, 1};
+constexpr int DKV_KEPT_PANELS[] = {0, 4, 4, 3, 2, 1};
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int NUM_PANELS, int NUM_ROWS>
