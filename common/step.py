@@ -40,8 +40,8 @@ _PARTS = re.compile(
 
 HEAD_DIMS = range(8, 1025, 8)  # those that the cases of verify/ cover: a step can promise no others
 LARGE_HEAD_DIM = 256  # a larger head_dim is large; so is one that v does not share
-# What are_few() reckons with. With more IDLE_KEYS or fewer, the cells of make bench DECODE=1 take
-# longer in the geometric mean.
+# What are_few() reckons with. From 640 to 896 IDLE_KEYS calls took as long on an H100, in the
+# geometric mean, and longer with 512 or 1024.
 MULTIPROCESSORS = 132  # of an H100 or H200
 BLOCK_QUERIES, MERGED_ROWS, IDLE_KEYS = 128, 128, 768
 
