@@ -33,7 +33,7 @@ from .runtime.backend import (
     specialization,
 )
 from .runtime.launch import check_alignment, strides
-from .step import Step, are_few, is_large
+from .step import Step, are_few, are_few_with, is_large
 from .validation import (
     COPIED,
     is_packed,
@@ -113,8 +113,7 @@ def _forward(
         validate_shapes(FORWARD, (q, k, v))
     # fmt: off
     key = (
-        step, backward_step, deterministic, causal,
-        are_few(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]), q.shape[3], v.shape[3],
+        step, backward_step, deterministic, causal, _are_few(q, k), q.shape[3], v.shape[3],
         q.dtype, q.device, k.dtype, k.device, v.dtype, v.device,
     )
     # fmt: on
@@ -156,7 +155,8 @@ def _forward_lengths(
     if q.is_cpu:  # elsewhere the host would wait for the values
         validate_values(inputs, lengths)
     key = (
-        *("lengths", step, backward_step, deterministic, causal, q.shape[-1], v.shape[-1]),
+        *("lengths", step, backward_step, deterministic, causal, _are_few(q, k, lengths)),
+        *(q.shape[-1], v.shape[-1]),
         *(q.dtype, q.device, k.dtype, k.device, v.dtype, v.device),
     )
     chosen = _calls.get(key)
@@ -644,7 +644,7 @@ def _choose(
     backend = backend_of(inputs[0].device)
     if step is None:
         found = highest_step(
-            backend, operation, inputs, causal, deterministic, as_they_lie, lengths is not None
+            backend, operation, inputs, causal, deterministic, as_they_lie, lengths
         )
     else:
         found = _find(operation, step, deterministic, lengths)
@@ -675,6 +675,15 @@ def _lengths(
     sides = (window_left, 0 if causal else window_right)
     limits = (side if 0 <= side < UNLIMITED else UNLIMITED for side in sides)
     return Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, *limits)
+
+
+def _are_few(q: torch.Tensor, k: torch.Tensor, lengths: Lengths | None = None) -> bool:
+    """Whether queries are few. Packed sequences are [total, heads, head_dim], or a batch of one."""
+    if q.dim() == 3:
+        sizes = 1, q.shape[1], k.shape[1], q.shape[0], k.shape[0]
+    else:
+        sizes = *q.shape[:2], k.shape[1], q.shape[2], k.shape[2]
+    return are_few(*sizes) if lengths is None else are_few_with(lengths, *sizes)
 
 
 def _is_readable(operand: Operand, t: torch.Tensor, alignment: int) -> bool:
@@ -755,20 +764,20 @@ def highest_step(
     causal: bool,
     deterministic: bool = False,
     as_they_lie: bool = True,
-    with_lengths: bool = False,
+    lengths: Lengths | None = None,
 ) -> Step:
     """The step that attention() uses where none is given, or would if all rows were aligned.
 
-    With lengths or a window it is one that takes them, and without it is none of those.
+    With lengths it is one that takes them, and without it is none of those.
 
     Raises UsageError where none can run.
     """
     refusals: dict[str, str] = {}
     q, *others = inputs
-    few = bool(others) and are_few(*q.shape[:2], others[0].shape[1], q.shape[2], others[0].shape[2])
+    few = bool(others) and _are_few(q, others[0], lengths)
     v_head_dim = others[1].shape[3] if others else q.shape[3]
     for step in reversed(_steps_of(operation)):
-        if step.takes_lengths != with_lengths:
+        if step.takes_lengths != (lengths is not None):
             continue
         if step.draft or step.only_deterministic > deterministic or step.only_few_queries > few:
             continue
@@ -781,7 +790,7 @@ def highest_step(
             return step
         refusals.setdefault(reason, step.name)
     if not refusals:
-        what = f"{operation.name}{' for lengths and windows' if with_lengths else ''}"
+        what = f"{operation.name}{' for lengths and windows' if lengths else ''}"
         raise UsageError(f"there is no step of {what} in {STEPS_DIR}: restore it, or install again")
     told = "; ".join(f"{name} {reason}" for reason, name in refusals.items())
     raise UsageError(f"no step can run these inputs: {told}")

@@ -104,7 +104,8 @@ class Problem:
         return {**shape, "dtype": self.dtype, "causal": self.causal}
 
 
-GROUPS = ("packed", "windows", "caches")  # of Sequences
+GROUPS = ("packed", "windows", "caches", "decoding")  # of Sequences
+MOST_DECODED = 16  # queries of a sequence, where more are no decoding
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ class Sequences:
 
     @property
     def group(self) -> str:
+        if self.seqused_k and max(self.seqlens_q) <= MOST_DECODED:
+            return "decoding"
         if self.has_window:
             return "windows"
         return "packed" if self.packed else "caches"
@@ -301,7 +304,8 @@ DECODE = {
 
 
 def _lengths() -> Iterator[tuple[str, Sequences]]:
-    """Packed, without and with a causal mask; with windows; on caches of keys that are not full.
+    """Packed, without and with a causal mask; with windows; on caches of keys that are not full,
+    some of them with few queries.
 
     At head_dim 64 and 128 with heads of their own keys; some of them with Llama 3's 32 query heads
     on 8, and at head_dim 256.
@@ -319,7 +323,14 @@ def _lengths() -> Iterator[tuple[str, Sequences]]:
         "one_long": ("1 of 30000 and 30 of 50 to 500", (30000, *drawn(30, 50, 500))),
         "tiny": ("1000 of 1 to 100", drawn(1000, 1, 100)),
     }
-    used = drawn(8, 1024, 8192)
+    used, unequal = drawn(8, 1024, 8192), drawn(64, 100, 4096)
+    decoding = {
+        "64": ("a batch of 64 of 1, on 100 to 4096 keys", 1, unequal, 4096),
+        "8": ("a batch of 8 of 1, on 1024 to 8192 keys", 1, used, 8192),
+        "8_of_4": ("a batch of 8 of 4, on 1024 to 8192 keys", 4, used, 8192),
+        "1": ("a batch of 1 of 1, on 40000 of 131072 keys", 1, (40000,), 131072),
+        "1_of_16": ("a batch of 1 of 16, on 16000 of 16384 keys", 16, (16000,), 16384),
+    }
     some = ("4x4096", "ragged", "one_long", "window_1023", "window_256_256", "ragged_window_511")
     for head_dim, heads, kv_heads in ((64, 32, 32), (128, 16, 16), (128, 32, 8), (256, 8, 8)):
         of_heads = partial(Sequences, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -343,10 +354,18 @@ def _lengths() -> Iterator[tuple[str, Sequences]]:
             causal=True,
             seqused_k=used,
         )
+        for what, (title, seq_q, seqused_k, seq_k) in decoding.items():
+            count = len(seqused_k)
+            cells[f"decode_{what}_causal"] = batch(
+                title, (seq_q,) * count, (seq_k,) * count, causal=True, seqused_k=seqused_k
+            )
+        cells["decode_8_window_1023_causal"] = replace(
+            cells["decode_8_causal"], window=(1023, UNLIMITED)
+        )
         name = f"d{head_dim}_h{heads}{'' if heads == kv_heads else f'_kv{kv_heads}'}"
         all_of_them = heads == kv_heads and head_dim < 256
         for what, sequences in cells.items():
-            if all_of_them or what.removesuffix("_causal") in (*some, "caches"):
+            if all_of_them or what.removesuffix("_causal") in (*some, "caches") or "decode" in what:
                 yield f"{name}_{what}", sequences
 
 

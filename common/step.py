@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UsageError
+from .lengths import Lengths
 from .operation import FORWARD, OPERATIONS, Operation, operation_of
 from .problem import Specialization
 from .source import code_sha256
@@ -29,8 +30,9 @@ _LIMITS = re.compile(
 
 _TAKEN = re.compile(
     r"only (?P<condition>with deterministic=True|for few queries|for lengths and windows"
-    r"|for large head_dim); \S"
+    r"|for few queries with lengths or windows|for large head_dim); \S"
 )
+FEW_WITH_LENGTHS = "for few queries with lengths or windows"  # a condition of both kinds
 _REPEATS = re.compile(r"all bits but (?P<outputs>\w+(?:'s, \w+)*)'s; \S")
 _REPEATS_ON_ONE_GPU = re.compile(r"all bits on as many multiprocessors; \S")
 _PARTS = re.compile(
@@ -44,6 +46,7 @@ LARGE_HEAD_DIM = 256  # a larger head_dim is large; so is one that v does not sh
 # geometric mean, and longer with 512 or 1024.
 MULTIPROCESSORS = 132  # of an H100 or H200
 BLOCK_QUERIES, MERGED_ROWS, IDLE_KEYS = 128, 128, 768
+UNEQUAL_KEYS = 2048  # and are_few_with()
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Step:
     limits: Limits
     draft: str | None  # why attention() does not take the step yet
     only_deterministic: bool  # attention() takes the step only where all bits must repeat
-    only_few_queries: bool  # attention() takes the step only where queries are_few()
+    only_few_queries: bool  # attention() takes the step only where queries are_few(), or _with()
     only_large_head_dim: bool  # attention() takes the step only where head_dim is_large()
     takes_lengths: bool  # its kernels take Lengths; attention() takes it only where they are given
     unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
@@ -160,6 +163,24 @@ def are_few(batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int) -> bo
         return True
     idle = MULTIPROCESSORS - batch * heads * -(-seq_q // BLOCK_QUERIES)
     return 4 * idle >= MULTIPROCESSORS and idle * seq_k >= MULTIPROCESSORS * IDLE_KEYS
+
+
+def are_few_with(
+    lengths: Lengths, batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int
+) -> bool:
+    """Whether queries are few with these lengths: v16 is faster there than v14.
+
+    The sizes are those of the tensors: the host does not know how long sequences are. A batch's may
+    have all keys, packed ones are reckoned as equally long, and a window hides what it must. With
+    UNEQUAL_KEYS or more, heads need not share keys: v14 would wait for the longest sequence.
+    """
+    sequences = lengths.num_sequences(batch)
+    queries, keys = (-(-batch * rows // sequences) for rows in (seq_q, seq_k))
+    keys = min(keys, queries + lengths.window_left + lengths.window_right)
+    may_differ = lengths.cu_seqlens_k is not None or lengths.seqused_k is not None
+    if may_differ and keys >= UNEQUAL_KEYS and queries * heads <= MERGED_ROWS * kv_heads:
+        return True
+    return are_few(sequences, heads, kv_heads, queries, keys)
 
 
 def is_large(head_dim: int, v_head_dim: int) -> bool:
@@ -231,9 +252,9 @@ def read_step(path: Path) -> Step:
         limits=_parse_limits(path, fields["limits"]),
         draft=fields.get("draft"),
         only_deterministic=taken == "with deterministic=True",
-        only_few_queries=taken == "for few queries",
+        only_few_queries=taken in ("for few queries", FEW_WITH_LENGTHS),
         only_large_head_dim=taken == "for large head_dim",
-        takes_lengths=taken == "for lengths and windows",
+        takes_lengths=taken in ("for lengths and windows", FEW_WITH_LENGTHS),
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
         by_multiprocessors=_REPEATS_ON_ONE_GPU.match(fields.get("repeats", "")) is not None,
         parts=_parse_parts(path, title[1], fields.get("parts")),
@@ -246,12 +267,12 @@ def _parse_taken(path: Path, name: str, text: str | None) -> str | None:
     if text is None:
         return None
     found = _TAKEN.match(text)
-    if found and (found["condition"] != "for few queries" or operation_of(name) == FORWARD):
+    if found and (not found["condition"].startswith("for few") or operation_of(name) == FORWARD):
         return found["condition"]
     raise UsageError(
         f'{path}: \'taken:\' must read like "only with deterministic=True; why", "only for '
         f'lengths and windows; why", "only for large head_dim; why" or, of a forward step, "only '
-        f'for few queries; why", '
+        f'for few queries; why" or "only for few queries with lengths or windows; why", '
         f"not '{text}'"
     )
 

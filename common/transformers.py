@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from .errors import UsageError
 from .functional import attention, attention_varlen
-from .lengths import UNLIMITED
+from .lengths import UNLIMITED, Lengths
 from .operation import BACKWARD, FORWARD
 from .operator import backend_of, highest_step
 from .runtime.backend import DTYPE_NAMES
@@ -439,7 +439,7 @@ def _find_refusal(
                 causal=False,
                 deterministic=deterministic,
                 as_they_lie=False,
-                with_lengths=with_lengths,
+                lengths=Lengths() if with_lengths else None,
             )
     except UsageError as error:
         return str(error)

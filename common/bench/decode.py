@@ -66,7 +66,9 @@ def measure_decode(step: Step | None = None) -> Path:
         or [
             each
             for each in steps_to_run()
-            if each.operation == FORWARD and (each.is_candidate() or each.only_few_queries)
+            if each.operation == FORWARD
+            and (each.is_candidate() or each.only_few_queries)
+            and not each.takes_lengths
         ][-1]
     )
     steps = [each for each in (step, step_before(step)) if each]

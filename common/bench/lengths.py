@@ -13,14 +13,15 @@ visible     of a cell: how many pairs of a query and a key that it sees there ar
 window      of a cell: how many keys before and after its own a query sees, null for all
 routes      of a cell: which code a peer runs
 slow        of a cell: who was timed in rounds of their own; environment is that of the others'
-attentions  of a cell, by name: the steps, the peers and, where a batch of padded sequences gives
-            the same outputs, "padded_" and its step; or why one is missing
-difference  of an attention: of its o from the newest step's, by comparison.difference_of(); of
+attentions  of a cell, by name: the step that attention() takes for it, the other steps, the peers
+            and, where a batch of padded sequences gives the same outputs, "padded_" and its step;
+            or why one is missing
+difference  of an attention: of its o from the first step's, by comparison.difference_of(); of
             gradients the largest one of theirs
 
 All read q, k and v [tokens, heads, head_dim], of batches [batch, sequence, heads, head_dim]; so
-they do o and dout. o and lse are those of the newest forward step that takes lengths. The keys of
-a cache that are not there are numbers like the others.
+they do o and dout. o and lse are those of the newest forward step for any number of queries. The
+keys of a cache that are not there are numbers like the others.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ..record_schema import PADDED
 from ..records import SCHEMA, lengths_file
 from ..runtime.backend import DTYPES, run
 from ..runtime.gpu import GpuBackend
-from ..step import Step
+from ..step import Step, are_few_with
 from .cells import build_all, time_apart
 from .comparison import agreeing
 from .device_state import git_state, versions
@@ -117,7 +118,12 @@ def chosen_steps(steps: Sequence[Step], operation: Operation) -> Chosen:
         return newest_first(ladder, lambda step: step.takes_lengths, "takes lengths")
 
     without = newest_first(operation, Step.is_candidate, "attention() takes without lengths")
-    return Chosen(with_lengths(operation), without[0], with_lengths(FORWARD)[0])
+    saving = newest_first(
+        FORWARD,
+        lambda step: step.takes_lengths and not step.only_few_queries,
+        "takes lengths of any number of queries",
+    )
+    return Chosen(with_lengths(operation), without[0], saving[0])
 
 
 def case_of(name: str, sequences: Sequences, operation: Operation = FORWARD) -> Case:
@@ -134,9 +140,14 @@ def measure_cell(backend: GpuBackend, chosen: Chosen, case: Case, sequences: Seq
     Raises UsageError where the first step agrees with no peer, and an error of not enough memory
     where it cannot run for that. Whoever else it disagrees with is missing.
     """
-    operation, steps, padding = case.operation, chosen.steps, chosen.padding
+    operation, padding = case.operation, chosen.padding
     inputs = make_inputs(backend, chosen.saving, case)
     arguments = case.arguments_on(backend.device)
+    shape = case.shape
+    sizes = shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k
+    few = are_few_with(arguments["lengths"], *sizes)
+    taken = next(step for step in chosen.steps if few >= step.only_few_queries)
+    steps = [taken, *(step for step in chosen.steps if step is not taken)]
     calls: dict[str, Callable[[], Outputs]] = {
         step.name: partial(run, backend, step, *inputs, **arguments) for step in steps
     }

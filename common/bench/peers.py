@@ -433,9 +433,11 @@ def _registered_ops(route: str) -> _FlashAttention3:
         return torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal, **options)[0]
 
     def with_lengths(q, k, v, options: _WithLengths) -> torch.Tensor:
-        seqused_k = options.lengths.seqused_k
-        fwd = torch.ops.flash_attn_3.fwd
-        return fwd(q, k, v, seqused_k=seqused_k, **options.of_operators)[0]
+        given = options.of_operators
+        if (seqused_k := options.lengths.seqused_k) is not None:
+            # Its own choice of splits, as flash_attn_with_kvcache leaves it.
+            given |= {"seqused_k": seqused_k, "num_splits": 0}
+        return torch.ops.flash_attn_3.fwd(q, k, v, **given)[0]
 
     def backward(*inputs, causal: bool, deterministic: bool):
         options = {"is_causal": causal, "deterministic": deterministic}

@@ -44,9 +44,9 @@ DECODE_FIGURES = (
 )
 # Of ratios by cell, by _figures().
 _FIGURES = ("cells", "mean", "smallest", "smallest_cell", "slower")
-# Of lengths: _FIGURES of the newest step's speed over the fastest peer's, then those of each of the
-# groups of cells; the geometric mean of its speed over that of a step on padded sequences, and
-# where no sequence needs any padding.
+# Of lengths: _FIGURES of the speed of the step that attention() takes over the fastest peer's, then
+# those of each of the groups of cells; the geometric mean of its speed over that of a step on
+# padded sequences, and where no sequence needs any padding.
 LENGTHS_FIGURES = (
     *_FIGURES,
     *(f"{group}_{figure}" for group in GROUPS for figure in _FIGURES),
@@ -276,24 +276,28 @@ def fastest_peer(cell: dict, own: Collection[str]) -> str | None:
     return min(times_ms, key=times_ms.__getitem__, default=None)
 
 
+def taken_of(cell: dict) -> str:
+    """Of lengths: the step that attention() takes for the cell, which comes first there."""
+    return next(iter(cell["attentions"]))
+
+
 def lengths_ratios(record: dict, over: str | None = None) -> dict[str, float]:
-    """Of lengths, by cell: the speed of the newest step over the fastest peer's, or over that of
-    the one that is named, where one was measured.
+    """Of lengths, by cell: the speed of the step that attention() takes over the fastest peer's, or
+    over that of the one that is named, where one was measured.
     """
-    newest = next(iter(record["sources"]))
     ratios = {}
     for cell in record["cells"]:
         attentions = cell["attentions"]
         other = attentions.get(over or fastest_peer(cell, record["sources"]), {})
-        ours = attentions.get(newest, {})
+        ours = attentions[taken_of(cell)]
         if "time_ms" in ours and "time_ms" in other:
             ratios[cell["name"]] = other["time_ms"] / ours["time_ms"]
     return ratios
 
 
 def padded_ratios(record: dict, *, equal: bool) -> dict[str, float]:
-    """Of lengths, by cell: the speed of the newest step over that of one on padded sequences; of
-    the cells where all sequences have equal lengths, or of those where they have not.
+    """Of lengths, by cell: the speed of the step that attention() takes over that of one on padded
+    sequences; of the cells where all have equal lengths, or of those where they have not.
     """
     kept = {cell["name"] for cell in record["cells"] if cell["are_equal"] == equal}
     *_, padding = record["sources"]

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections import Counter
 
 from ..operation import FORWARD, Operation
+from ..problem import MOST_DECODED
 from ..text import listed
 from . import rows
 from .captions import flops, inputs, missing, rounds, routes, skipped, states_of, summary
 from .columns import Cell, bold_from_one, shown, table_of
-from .derived import by_group, fastest_peer, lengths_ratios, padded_ratios
+from .derived import by_group, fastest_peer, lengths_ratios, padded_ratios, taken_of
 from .record_set import NOT_MEASURED, STALE, RecordSet
 from .rows import Row
 
-_GROUPS = {"packed": "packed", "windows": "with windows", "caches": "on caches"}
+_GROUPS = {
+    "packed": "packed",
+    "windows": "with windows",
+    "caches": "on caches",
+    "decoding": f"of up to {MOST_DECODED} queries",
+}
 
 
 def lengths(record_set: RecordSet, operation: Operation = FORWARD) -> str:
-    """One row per kind of sequences and mask: TFLOP/s of the step and of the fastest peer."""
+    """One row per kind of sequences and mask: TFLOP/s of the step taken, and the fastest peer's."""
     whole = record_set.lengths.get(operation.named("lengths"))
     if whole is None or whole.stale:
         return STALE if whole else NOT_MEASURED
@@ -55,8 +61,13 @@ def _rates(heads: str) -> Cell:
 
 
 def _conditions(record: dict, operation: Operation) -> str:
-    step, *_, padding = record["sources"]
     cells, ratios = record["cells"], lengths_ratios(record)
+    *_, padding = record["sources"]
+    taken = Counter(map(taken_of, cells)).most_common()
+    step = listed(name for name, _ in taken)
+    cells_of = (
+        "" if len(taken) == 1 else f" ({listed(f'{name} in {n} cells' for name, n in taken)})"
+    )
     groups = "".join(
         f"; {_GROUPS[group]}: {summary(of_group)}"
         for group, of_group in by_group(record, ratios).items()
@@ -68,8 +79,8 @@ def _conditions(record: dict, operation: Operation) -> str:
     read = listed(operand.name for operand in operation.inputs if operand.strided)
     padded, equal = (summary(padded_ratios(record, equal=equal)) for equal in (False, True))
     return (
-        f"TFLOP/s of {step} / of the fastest peer, and its speed over that one's, in bold where it "
-        "is no slower. FLOPs are those of the pairs of a query and a key that it sees, whoever "
+        f"TFLOP/s of {step}{cells_of} / of the fastest peer, and its speed over that one's, in bold "
+        "where it is no slower. FLOPs are those of the pairs of a query and a key that it sees, whoever "
         f"computes more. {flops(operation)}{step} over the fastest peer: {summary(ratios)}{groups}"
         f". That is {fastest}. {step} over {padding} of a batch of the packed sequences, padded to "
         f"the longest, where a causal mask hides the padding: {padded}; where all are of equal "

@@ -31,6 +31,7 @@ from .derived import (
     ring_ratios,
     speeds_over_peers,
     static_derived,
+    taken_of,
     top_stalls,
 )
 from .record_set import NOT_MEASURED, STALE, Ladder, RecordSet
@@ -349,7 +350,8 @@ def _mask_and_seq(cell: dict) -> str:
 
 
 def lengths(record_set: RecordSet, operation: Operation = FORWARD) -> list[Row]:
-    """A row for each kind of sequences and mask: the newest step's TFLOP/s and the fastest peer's.
+    """A row for each kind of sequences and mask: TFLOP/s of the step that attention() takes, and
+    the fastest peer's.
 
     by_heads has step, peer, name and ratio for each head_dim and numbers of heads; None where the
     cell is missing, peer, name and ratio where no peer was measured.
@@ -358,7 +360,7 @@ def lengths(record_set: RecordSet, operation: Operation = FORWARD) -> list[Row]:
     if whole is None or whole.stale:
         return []
     record = whole.record
-    newest, ratios = next(iter(record["sources"])), lengths_ratios(record)
+    ratios = lengths_ratios(record)
     columns = dict.fromkeys(map(_heads_of, record["cells"]))
     found: dict[tuple, Row] = {}
     for cell in record["cells"]:
@@ -368,7 +370,7 @@ def lengths(record_set: RecordSet, operation: Operation = FORWARD) -> list[Row]:
         )
         peer = fastest_peer(cell, record["sources"])
         row["by_heads"][_heads_of(cell)] = {
-            "step": cell["attentions"].get(newest, {}).get("tflops"),
+            "step": cell["attentions"][taken_of(cell)].get("tflops"),
             "peer": peer and cell["attentions"][peer]["tflops"],
             "name": peer,
             "ratio": ratios.get(cell["name"]),

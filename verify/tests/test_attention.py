@@ -10,6 +10,7 @@ import torch
 
 from common import UsageError, attention
 from common.catalog import all_steps, find_step
+from common.lengths import Lengths
 from common.operation import BACKWARD, FORWARD, OPERATIONS, Operation
 from common.operator import highest_step
 from common.runtime.cpu import CpuBackend
@@ -21,7 +22,9 @@ SCALE = 64**-0.5
 NEWEST = [
     step.name
     for step in all_steps()
-    if step.operation == FORWARD and (step.is_candidate() or step.only_few_queries)
+    if step.operation == FORWARD
+    and (step.is_candidate() or step.only_few_queries)
+    and not step.takes_lengths
 ][-1]
 
 
@@ -96,7 +99,7 @@ def test_a_step_for_large_head_dim_is_taken_only_for_it(monkeypatch) -> None:
                 assert highest_step(CpuBackend(), FORWARD, (q, q, q), False, deterministic) is step
     q = torch.zeros(1, 1, 1, 264, dtype=torch.bfloat16)
     with pytest.raises(UsageError, match="there is no step of forward for lengths"):
-        highest_step(CpuBackend(), FORWARD, (q, q, q), False, with_lengths=True)
+        highest_step(CpuBackend(), FORWARD, (q, q, q), False, lengths=Lengths())
 
 
 def _large_heads(head_dim: int) -> tuple[torch.Tensor, ...]:
@@ -240,7 +243,7 @@ def test_a_head_dim_of_v_decides_for_no_other() -> None:
         ),
         (
             {"window": (8, 0)},
-            r"^no step can run these inputs: v14 takes v of q's head_dim, 72, not of 40",
+            r"^no step can run these inputs: v16 takes v of q's head_dim, 72, not of 40",
         ),
     ],
     ids=["step", "large v", "larger v", "v by 8", "keys", "window"],

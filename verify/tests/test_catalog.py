@@ -52,8 +52,8 @@ MALFORMED = {
     "not taken": (
         lambda path: replace(path, "// why:", "// taken: seldom\n// why:"),
         'must read like "only with deterministic=True; why", "only for lengths and windows; why", '
-        '"only for large head_dim; why" or, of a forward step, "only for few queries; why", not '
-        "'seldom'",
+        '"only for large head_dim; why" or, of a forward step, "only for few queries; why" or '
+        "\"only for few queries with lengths or windows; why\", not 'seldom'",
     ),
     "no parts": (
         lambda path: replace(path, "// why:", "// parts: some\n// why:"),
@@ -292,9 +292,19 @@ def test_where_a_step_is_taken(tmp_path, taken, condition):
     assert step.is_candidate(deterministic=True) == (condition in (None, "only_deterministic"))
 
 
+def test_a_step_may_be_taken_for_few_queries_with_lengths(tmp_path):
+    step = read_step(
+        write(tmp_path, LIMITS + "\n// taken: only for few queries with lengths or windows; slower")
+    )
+    assert step.only_few_queries
+    assert step.takes_lengths
+    assert not step.is_candidate()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
+        "only for few queries with lengths or windows",
         "only for few queries",
         "only for few queries;",
         "for few queries; slower",
@@ -310,15 +320,17 @@ def test_where_a_step_is_taken(tmp_path, taken, condition):
 def test_a_wrong_taken_is_one_clear_line(tmp_path, wrong):
     told = (
         "v99_x.cu: 'taken:' must .* \"only for large head_dim; why\" or, of a forward step, "
-        f"\"only for few queries; why\", not '{wrong}'$"
+        '"only for few queries; why" or "only for few queries with lengths or windows; why", '
+        f"not '{wrong}'$"
     )
     with pytest.raises(UsageError, match=told):
         read_step(write(tmp_path, f"{LIMITS}\n// taken: {wrong}"))
 
 
-def test_no_backward_step_is_for_few_queries(tmp_path):
+@pytest.mark.parametrize("few", ["few queries", "few queries with lengths or windows"])
+def test_no_backward_step_is_for_few_queries(tmp_path, few):
     """Its lookup does not depend on their number."""
-    path = write(tmp_path, LIMITS + "\n// taken: only for few queries; slower")
+    path = write(tmp_path, f"{LIMITS}\n// taken: only for {few}; slower")
     path.write_text(path.read_text().replace("v99", "b99"))
     with pytest.raises(UsageError, match="of a forward step"):
         read_step(path)

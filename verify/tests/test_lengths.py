@@ -30,10 +30,11 @@ from common.runtime.launch import LaunchDescriptor
 
 BF16 = torch.bfloat16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-STEP, BACKWARD_STEP = (
-    [step for step in all_steps() if step.takes_lengths and step.operation == operation][-1].name
+STEPS, BACKWARD_STEPS = (
+    [step.name for step in all_steps() if step.takes_lengths and step.operation == operation]
     for operation in (FORWARD, BACKWARD)
 )
+STEP, BACKWARD_STEP = STEPS[-1], BACKWARD_STEPS[-1]
 
 
 def int32(*values: int, device: str = "cpu") -> torch.Tensor:
@@ -346,12 +347,12 @@ def test_steps_for_lengths_are_chosen_for_them_alone(monkeypatch) -> None:
     inputs = tuple(batched().values())
     for steps in ((first, lengths), (lengths, first)):
         monkeypatch.setattr(op, "all_steps", lambda steps=steps: steps)
-        for with_lengths, expected in ((False, first), (True, lengths)):
-            found = op.highest_step(CpuBackend(), FORWARD, inputs, False, with_lengths=with_lengths)
+        for given, expected in ((None, first), (Lengths(), lengths)):
+            found = op.highest_step(CpuBackend(), FORWARD, inputs, False, lengths=given)
             assert found is expected
     monkeypatch.setattr(op, "all_steps", lambda: (first,))
     with pytest.raises(UsageError, match="there is no step of forward for lengths and windows"):
-        op.highest_step(CpuBackend(), FORWARD, inputs, False, with_lengths=True)
+        op.highest_step(CpuBackend(), FORWARD, inputs, False, lengths=Lengths())
 
 
 # What is given to attention() beside or instead of batched().
@@ -409,11 +410,11 @@ BAD_BATCH = {
     ),
     "an older step": (
         {"window": (1, 1), "step": "v07"},
-        f"v07 takes no window: the steps that do are {STEP}",
+        f"v07 takes no window: the steps that do are {', '.join(STEPS)}",
     ),
     "an older step, of lengths": (
         {"seqused_k": int32(1, 2), "window": (-1, 1), "step": "v07"},
-        f"v07 takes no seqused_k and no window: the steps that do are {STEP}",
+        f"v07 takes no seqused_k and no window: the steps that do are {', '.join(STEPS)}",
     ),
     "no step": ({"window": (1, 1), "step": "v99"}, "no step 'v99'; the steps are v01, v02"),
     "an older backward step": (
@@ -533,7 +534,7 @@ BAD_PACK = {
     ),
     "an older step": (
         {"step": "v12", "causal": True},
-        f"v12 takes no cu_seqlens_q and no cu_seqlens_k: the steps that do are {STEP}",
+        f"v12 takes no cu_seqlens_q and no cu_seqlens_k: the steps that do are {', '.join(STEPS)}",
     ),
     "the longest": ({"max_seqlen_q": 37}, "no max_seqlen_q: leave it out, no step needs it"),
     "the longest keys": ({"max_seqlen_k": 70}, "no max_seqlen_k: leave it out, no step needs it"),
