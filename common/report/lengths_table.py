@@ -79,9 +79,10 @@ def _conditions(record: dict, operation: Operation) -> str:
     read = listed(operand.name for operand in operation.inputs if operand.strided)
     padded, equal = (summary(padded_ratios(record, equal=equal)) for equal in (False, True))
     return (
-        f"TFLOP/s of {step}{cells_of} / of the fastest peer, and its speed over that one's, in bold "
-        "where it is no slower. FLOPs are those of the pairs of a query and a key that it sees, whoever "
-        f"computes more. {flops(operation)}{step} over the fastest peer: {summary(ratios)}{groups}"
+        f"TFLOP/s of {step}{cells_of} / of the fastest peer, and its speed over that one's, in "
+        "bold where it is no slower. FLOPs are those of the pairs of a query and a key that it "
+        f"sees, whoever computes more. {flops(operation)}{step} over the fastest peer: "
+        f"{summary(ratios)}{groups}"
         f". That is {fastest}. {step} over {padding} of a batch of the packed sequences, padded to "
         f"the longest, where a causal mask hides the padding: {padded}; where all are of equal "
         f"length, and there is no padding: {equal}. Sequences: how many of how many tokens, packed "

@@ -13,11 +13,12 @@ from common import attention, catalog, commands
 from common.__main__ import main
 from common.catalog import all_steps, find_step, require_well_formed, step_before, steps_to_run
 from common.errors import UsageError
+from common.lengths import Lengths
 from common.paths import ROOT
 from common.problem import Specialization
 from common.report.markdown import regenerate
 from common.runtime.backend import DTYPE_NAMES
-from common.step import ARCHITECTURES, DTYPES, Parts, are_few, read_step
+from common.step import ARCHITECTURES, DTYPES, Parts, are_few, are_few_with, read_step
 from verify.check import main as check
 
 NAMES = [step.name for step in all_steps()]
@@ -371,6 +372,45 @@ def test_a_backward_step_may_take_lengths(tmp_path):
 )
 def test_queries_are_few(shape, few):
     assert are_few(*shape) is few
+
+
+STARTS = torch.zeros(9, dtype=torch.int32)  # of 8 sequences
+USED = Lengths(seqused_k=STARTS[:8])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shape", "few"),
+    [
+        # A batch's sequences have their own sizes.
+        (USED, (8, 32, 8, 32, 100), True),
+        (USED, (8, 32, 8, 33, 100), False),
+        # Packed ones share the tensors' rows: 32 queries each, and 33.
+        (Lengths(STARTS, STARTS), (1, 32, 8, 256, 800), True),
+        (Lengths(STARTS, STARTS), (1, 32, 8, 257, 800), False),
+        # Where heads share no keys, from 2048 keys on.
+        (USED, (8, 16, 16, 128, 2048), True),
+        (USED, (8, 16, 16, 129, 2048), False),
+        (USED, (8, 16, 16, 128, 2047), False),
+        (Lengths(STARTS, STARTS), (1, 16, 16, 128, 8 * 2047 + 1), True),
+        # A window without lengths: none can be longer than others.
+        (Lengths(window_left=100), (8, 16, 16, 1, 1 << 30), False),
+        # And with: what it hides does not count.
+        (
+            Lengths(seqused_k=STARTS[:8], window_left=2047, window_right=0),
+            (8, 16, 16, 1, 1 << 30),
+            True,
+        ),
+        (
+            Lengths(seqused_k=STARTS[:8], window_left=2046, window_right=0),
+            (8, 16, 16, 1, 1 << 30),
+            False,
+        ),
+        (Lengths(window_left=872, window_right=0), (1, 16, 16, 1, 1 << 30), False),
+        (Lengths(window_left=873, window_right=0), (1, 16, 16, 1, 1 << 30), True),
+    ],
+)
+def test_queries_are_few_with_lengths(lengths, shape, few):
+    assert are_few_with(lengths, *shape) is few
 
 
 @pytest.mark.parametrize(

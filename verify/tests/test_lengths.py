@@ -341,6 +341,18 @@ def test_a_repeated_call_chooses_nothing(fake, monkeypatch) -> None:
     assert [name for name, *_ in fake.calls] == 4 * [STEP, BACKWARD_STEP]
 
 
+def test_few_queries_with_lengths_have_a_step_of_their_own(fake) -> None:
+    few, many = STEPS[::-1]
+    for rows in (64, 65):  # of two heads, which share keys: 128, and more
+        q = normal(2, 4, rows, 64)
+        attention(**batched(q=q), window=(3, 4))
+        attention(**batched(q=q), seqused_k=int32(33, 70))
+    for more in (0, 1):  # queries than 64 for each of four sequences
+        cu_seqlens_q = int32(0, 1, 1, 200, 256 + more)
+        attention_varlen(**packed(q=normal(256 + more, 4, 64), cu_seqlens_q=cu_seqlens_q))
+    assert [name for name, *_ in fake.calls] == [few, few, many, many, few, many]
+
+
 def test_steps_for_lengths_are_chosen_for_them_alone(monkeypatch) -> None:
     first = find_step("v01")
     lengths = replace(first, name="v98", takes_lengths=True)
