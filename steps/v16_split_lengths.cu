@@ -22,7 +22,7 @@ constexpr int CONSUMERS = 2;  // warpgroups that compute; one more copies
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // starts the copies of K and V; the next ones copy Q
 constexpr int Q_WARPS = 3;
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 constexpr int BLOCK_M = 64;                          // rows of a warpgroup
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
 constexpr int NUM_STAGES =                           // tiles of K, and of V, in shared memory
