@@ -31,30 +31,29 @@ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 constexpr int PANELS = ceil_div(HEAD_DIM, PANEL), V_PANELS = ceil_div(V_HEAD_DIM, PANEL);
 // Columns in whole products; zeros from HEAD_DIM on, or from V_HEAD_DIM on.
 constexpr int DIM = ceil_div(HEAD_DIM, 16) * 16, V_DIM = ceil_div(V_HEAD_DIM, 16) * 16;
-// Rows of two tensors that are 16 MB: all SMs read them from either half of the L2 cache.
+// Rows of two tensors, one of either width, that are 16 MB: all SMs read them from either half of the L2
+// cache.
 constexpr int SECTION_ROWS = (16 << 20) / ((HEAD_DIM + V_HEAD_DIM) * sizeof(Element));
 
-// A thread's part of 64 rows: so many registers in float, and rounded. MOST_REGISTERS are for such
-// parts, and the rest for addresses.
+// A thread's part of 64 rows: so many registers in float, and rounded. Operands are kept in registers
+// where all such parts that are in use at a time then take MOST_REGISTERS; the rest is for addresses.
 constexpr int accumulators(int columns) { return columns / 2; }
 constexpr int fragments(int columns) { return columns / 4; }
-constexpr int MOST_REGISTERS = 224;
+constexpr int MOST_REGISTERS = 208;
 
-// Tiles of as many panels as there is room for in shared memory, four at most.
-constexpr int TILES_BYTES = 226 << 10;
-constexpr int row_bytes(int panels) { return panels * PANEL * sizeof(Element); }
-constexpr int stages(int kept_bytes, int stage_bytes) {
-    const int n = (TILES_BYTES - kept_bytes) / stage_bytes;
+// Tiles that shared memory has room for, four at most, beside what is kept: rows of either width, and
+// other bytes. A KB is left for the mbarriers.
+constexpr int stages(int kept_rows, int tile_rows, int other_bytes) {
+    const int row_bytes = (PANELS + V_PANELS) * PANEL * sizeof(Element);
+    const int n = ((226 << 10) - other_bytes - kept_rows * row_bytes) / (tile_rows * row_bytes);
     return n < 4 ? n : 4;
 }
 
 // attention_dq: a block has rows of queries, 64 a warpgroup, and takes the keys tile by tile. Q and
-// dO are in registers where they fit beside dQ, S, dP and dS: the products then read K and V alone
-// from shared memory.
+// dO are in registers where they fit beside dQ, S and dP: the products then read K and V alone from
+// shared memory.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
-constexpr int dq_registers(int keys) {
-    return accumulators(DIM) + 2 * accumulators(keys) + fragments(keys);
-}
+constexpr int dq_registers(int keys) { return accumulators(DIM + 2 * keys); }
 constexpr int DQ_KEYS =
     dq_registers(128) + fragments(DIM) + fragments(V_DIM) <= MOST_REGISTERS ? 128 : 64;
 constexpr bool Q_IN_REGISTERS = dq_registers(DQ_KEYS) + fragments(DIM) <= MOST_REGISTERS;
@@ -64,8 +63,7 @@ constexpr bool DOUT_IN_REGISTERS =
 // Where there is room for one tile of V, there are two of K, which dS K reads long after dO V^T has
 // read V. With twice as many tiles of half as many keys, S and dP would take longer to read Q and dO
 // from shared memory than to multiply.
-constexpr int V_STAGES =
-    stages(DQ_QUERIES * row_bytes(PANELS + V_PANELS), DQ_KEYS* row_bytes(PANELS + V_PANELS));
+constexpr int V_STAGES = stages(DQ_QUERIES, DQ_KEYS, 0);
 constexpr int K_STAGES = V_STAGES > 1 ? V_STAGES : 2;
 
 // attention_dk_dv: a block has rows of keys and takes the queries tile by tile. Where a warpgroup's dK
@@ -76,13 +74,11 @@ constexpr int K_STAGES = V_STAGES > 1 ? V_STAGES : 2;
 constexpr bool SPLIT = DIM + V_DIM > 256;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = DIM + V_DIM <= 128 ? 128 : 64;  // S and dP fit beside dK and dV
-// Where they fit: K beside dV, S and P, and V beside dK, P, dP and dS.
+// Where they fit: K beside dV and P of the tile before, and S; V beside dK, P and dP.
 constexpr bool K_IN_REGISTERS =
-    SPLIT &&
-    fragments(DIM) + accumulators(V_DIM + DKV_QUERIES) + fragments(DKV_QUERIES) <= MOST_REGISTERS;
+    SPLIT && accumulators(V_DIM + DKV_QUERIES) + fragments(DIM + DKV_QUERIES) <= MOST_REGISTERS;
 constexpr bool V_IN_REGISTERS =
-    SPLIT && fragments(V_DIM) + accumulators(DIM + 2 * DKV_QUERIES) + fragments(DKV_QUERIES) <=
-                 MOST_REGISTERS;
+    SPLIT && accumulators(DIM + 2 * DKV_QUERIES) + fragments(V_DIM) <= MOST_REGISTERS;
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int NUM_PANELS, int ROWS>
@@ -98,8 +94,7 @@ struct Rows {
 };
 
 // Tiles of Q, and of dO.
-constexpr int DKV_STAGES = stages(sizeof(PTile) + DKV_KEYS * row_bytes(PANELS + V_PANELS),
-                                  DKV_QUERIES* row_bytes(PANELS + V_PANELS) + sizeof(Rows));
+constexpr int DKV_STAGES = stages(DKV_KEYS, DKV_QUERIES, sizeof(PTile) + 4 * sizeof(Rows));
 
 // Of each tile: full says that it has arrived, empty that every warp that reads it has.
 struct alignas(SWIZZLE_128B_TILE) DqMemory {
