@@ -314,7 +314,7 @@ GRID_RECORD = ByOperation(_grid_record)
 def _large_head_dim_record(operation: Operation) -> dict:
     return {
         **_grid_record(operation),
-        "sources": lambda value: find_error(value, {EACH: _CODE}) is None and len(value) == 2,
+        "sources": lambda value: find_error(value, {EACH: _CODE}) is None and len(value) >= 2,
         "cells": _some([{**cell_form(operation), "routes": {EACH: str}}]),
     }
 

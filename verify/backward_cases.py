@@ -89,6 +89,38 @@ _OWN = (
         causal=True,
         dout=rows_of_all_sizes,
     ),
+    # v's own head_dim, up to 256: one key, queries that see none, and keys that no query sees;
+    # K and V in registers, or one of them, or none; dK and dV in one warpgroup; tiles of 128 rows.
+    Case("head_dim_192_128_gqa", Shape(1, 4, 2, 140, 200, 192, 128), BF16),
+    Case("head_dim_192_128_equal_keys", Shape(1, 1, 1, 60, 300, 192, 128), BF16, inputs=equal_keys),
+    Case(
+        "head_dim_192_128_dout_of_all_sizes",
+        Shape(1, 2, 1, 140, 130, 192, 128),
+        FP16,
+        causal=True,
+        dout=rows_of_all_sizes,
+    ),
+    Case("head_dim_192_128_one_key", Shape(1, 2, 1, 133, 1, 192, 128), BF16, causal=True),
+    Case("head_dim_192_128_short_k", Shape(1, 2, 1, 200, 40, 192, 128), BF16, causal=True),
+    Case(
+        "head_dim_192_128_keys_without_queries",
+        Shape(1, 1, 1, 150, 280, 192, 128),
+        BF16,
+        causal=True,
+        saved=saved_without(slice(75, None)),
+    ),
+    Case("head_dim_128_256_gqa", Shape(1, 4, 2, 70, 200, 128, 256), BF16, causal=True),
+    Case("head_dim_256_184", Shape(1, 2, 1, 135, 330, 256, 184), BF16),
+    Case("head_dim_152_248", Shape(1, 1, 1, 70, 150, 152, 248), FP16, causal=True),
+    Case("head_dim_136_64_gqa", Shape(1, 4, 2, 140, 270, 136, 64), BF16, causal=True),
+    Case(
+        "head_dim_64_136_strided",
+        Shape(2, 2, 1, 79, 143, 64, 136),
+        FP16,
+        layouts=layouts_of(transposed, padded, packed, contiguous),
+    ),
+    Case("head_dim_72_24_gqa", Shape(1, 4, 2, 270, 300, 72, 24), BF16),
+    Case("head_dim_24_72", Shape(1, 2, 1, 140, 270, 24, 72), BF16, causal=True),
     # Above 256, the blocks of a cluster have slices of the columns: rows that end one before a
     # multiple of 16, one key, one query, blocks of queries that see no key.
     Case(

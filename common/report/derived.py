@@ -148,12 +148,20 @@ def rates_of(cell: dict) -> dict[str, float]:
 
 
 def large_ratios(record: dict) -> dict[str, float]:
-    """Of large head_dim, by cell where it is_large(): the rate of the step over the fastest peer's,
-    where one was measured.
+    """Of large head_dim, by cell where it is_large(): the rate of the step that attention() takes
+    over the fastest peer's, where one was measured.
     """
-    step, _ = record["sources"]
+    steps, _ = large_head_dim_steps(record)
     large = {cell["name"] for cell in record["cells"] if is_large(*head_dims(cell))}
-    return {name: ratio for name, ratio in peer_ratios(record, step).items() if name in large}
+    return {name: ratio for name, ratio in peer_ratios(record, *steps).items() if name in large}
+
+
+def large_head_dim_steps(record: dict) -> tuple[list[str], str]:
+    """Of a record of large head_dim: the steps for that, of which attention() takes the first that
+    runs in a cell, and the one that it takes at LARGE_HEAD_DIM.
+    """
+    *large, narrow = record["sources"]
+    return large, narrow
 
 
 def head_dims(cell: dict) -> tuple[int, int]:
@@ -161,11 +169,12 @@ def head_dims(cell: dict) -> tuple[int, int]:
     return cell["head_dim"], cell.get("v_head_dim", cell["head_dim"])
 
 
-def ratios_to_256(record: dict) -> dict[str, float]:
-    """Of large head_dim, by cell: the rate of the step over that of the other step at
-    LARGE_HEAD_DIM, with the same mask and sequence, where both were measured.
+def ratios_to_256(record: dict, *steps: str) -> dict[str, float]:
+    """Of large head_dim, by cell: the rate of the first of the steps that runs there over that of
+    the step taken at LARGE_HEAD_DIM, there, with the same mask and sequence, where both were
+    measured.
     """
-    step, narrow = record["sources"]
+    _, narrow = large_head_dim_steps(record)
     at_256 = {
         (cell["causal"], cell["seq"]): rates_of(cell).get(narrow)
         for cell in record["cells"]
@@ -173,7 +182,8 @@ def ratios_to_256(record: dict) -> dict[str, float]:
     }
     ratios = {}
     for cell in record["cells"]:
-        rate, other = rates_of(cell).get(step), at_256.get((cell["causal"], cell["seq"]))
+        rates, other = rates_of(cell), at_256.get((cell["causal"], cell["seq"]))
+        rate = next((rates[step] for step in steps if step in rates), None)
         if rate and other:
             ratios[cell["name"]] = rate / other
     return ratios
@@ -187,7 +197,8 @@ def large_head_dim_figures(record: dict) -> dict[str, float | str | None]:
 def wide_ratios(record: dict) -> dict[str, float]:
     """ratios_to_256() of the cells of head_dim WIDE."""
     wide = {cell["name"] for cell in record["cells"] if cell["head_dim"] == WIDE}
-    return {name: ratio for name, ratio in ratios_to_256(record).items() if name in wide}
+    steps, _ = large_head_dim_steps(record)
+    return {name: ratio for name, ratio in ratios_to_256(record, *steps).items() if name in wide}
 
 
 def decode_ratios(record: dict, over: str | None = None) -> dict[str, float]:

@@ -10,7 +10,7 @@ from ..text import listed
 from . import rows
 from .captions import how_measured, inputs, missing, routes, summary
 from .columns import Cell, bold_from_one, shown, table_of
-from .derived import WIDE, large_ratios, wide_ratios
+from .derived import WIDE, large_head_dim_steps, large_ratios, wide_ratios
 from .record_set import NOT_MEASURED, STALE, Cells, RecordSet
 from .rows import Row
 
@@ -54,7 +54,7 @@ def _rates(column: str) -> Cell:
 
 def _conditions(measured: Cells, found: list[Row], operation: Operation) -> str:
     record = measured.record
-    step, narrow = record["sources"]
+    large, narrow = large_head_dim_steps(record)
     peers = Counter(
         rates["name"]
         for row in found
@@ -66,9 +66,10 @@ def _conditions(measured: Cells, found: list[Row], operation: Operation) -> str:
     cell = record["cells"][0]
     return (
         "TFLOP/s of the step / of the fastest peer, and the one over the other. In parentheses: "
-        f"{step}'s TFLOP/s over those of {narrow}, which attention() takes up to head_dim "
+        f"{listed(large)}'s TFLOP/s over those of {narrow}, which attention() takes up to head_dim "
         f"{LARGE_HEAD_DIM}, at {LARGE_HEAD_DIM} in the same column; at {WIDE}: "
-        f"{summary(wide_ratios(record))}. {step} over the fastest peer, above {LARGE_HEAD_DIM} and "
+        f"{summary(wide_ratios(record))}. Of several steps attention() takes the first. "
+        f"{', '.join(large)} over the fastest peer, above {LARGE_HEAD_DIM} and "
         f"where v has its own: {summary(large_ratios(record))}. That is {fastest}. "
         "Two numbers are head_dim of q and k / of v. "
         f"{record['device']}, {record['dtype']}; {cell['batch'] * cell['seq']} tokens in sequences "

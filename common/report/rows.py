@@ -23,6 +23,7 @@ from .derived import (
     derived,
     fastest_peer,
     head_dims,
+    large_head_dim_steps,
     lengths_ratios,
     peer_ratios,
     rates_of,
@@ -302,26 +303,26 @@ def decode(record_set: RecordSet) -> list[Row]:
 
 
 def large_head_dim(record_set: RecordSet, operation: Operation = FORWARD) -> list[Row]:
-    """A row for each head_dim, of q and of v, and step, one that attention() takes at 256 in front
-    of the other.
+    """A row for each head_dim, of q and of v, and step, that which attention() takes in front of
+    the others.
 
     by_column has for each mask and sequence the step's rate, peer, the fastest one's, its name,
-    ratio, the step's rate over that, and over_256, of the step for large head_dim that over the
-    other step's at 256; None for what is missing.
+    ratio, the step's rate over that, and over_256, of a step for large head_dim that over the rate
+    of the one taken at 256; None for what is missing.
     """
     cells = record_set.cells.get(operation.named("large_head_dim"))
     if cells is None or cells.stale:
         return []
     record = cells.record
-    step, narrow = record["sources"]
-    of_256 = ratios_to_256(record)
+    large, narrow = large_head_dim_steps(record)
+    of_256 = {name: ratios_to_256(record, name) for name in large}
     columns = dict.fromkeys(map(_mask_and_seq, record["cells"]))
     found: dict[tuple, Row] = {}
     for cell in record["cells"]:
         rates = rates_of(cell)
         of_peers = {name: rate for name, rate in rates.items() if name not in record["sources"]}
         peer = max(of_peers, key=of_peers.__getitem__, default=None)
-        for name in (narrow, step):
+        for name in (narrow, *large):
             if name not in cell["tflops"]:
                 continue
             head_dim, v_head_dim = head_dims(cell)
@@ -340,7 +341,7 @@ def large_head_dim(record_set: RecordSet, operation: Operation = FORWARD) -> lis
                 "peer": of_peers.get(peer),
                 "name": peer,
                 "ratio": rate / of_peers[peer] if rate and peer else None,
-                "over_256": of_256.get(cell["name"]) if name == step else None,
+                "over_256": of_256.get(name, {}).get(cell["name"]),
             }
     return list(found.values())
 

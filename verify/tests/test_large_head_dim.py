@@ -72,7 +72,7 @@ def test_steps():
     assert NARROW.is_candidate()
     assert (STEP.operation, NARROW.operation) == (FORWARD, FORWARD)
     older = replace(STEP, name="v00")
-    assert chosen_steps([older, *all_steps()], FORWARD) == (STEP, NARROW)
+    assert chosen_steps([older, *all_steps()], FORWARD) == (STEP, older, NARROW)
     with pytest.raises(UsageError, match="there is no forward step for large head_dim"):
         chosen_steps([NARROW], FORWARD)
     narrower = replace(NARROW, limits=replace(NARROW.limits, highest_head_dim=128))
@@ -83,11 +83,12 @@ def test_steps():
 
 
 def test_steps_of_gradients():
-    """b10, which attention() takes up to 128, is no step for 256."""
-    large, narrow = chosen_steps(all_steps(), BACKWARD)
-    assert large.only_large_head_dim
+    """b10, which attention() takes up to 128, is no step for 256; two are for large head_dim."""
+    *large, narrow = chosen_steps(all_steps(), BACKWARD)
+    assert [step.name for step in large] == ["b13", "b12"]
+    assert all(step.only_large_head_dim for step in large)
     assert narrow.is_candidate()
-    assert (large.operation, narrow.operation) == (BACKWARD, BACKWARD)
+    assert {step.operation for step in (*large, narrow)} == {BACKWARD}
     assert narrow.limits.highest_head_dim == 256
 
 
@@ -130,15 +131,23 @@ def test_peers(monkeypatch):
 
 @pytest.fixture
 def measure_all(monkeypatch, tmp_path):
-    """Writes a record of fake cells; returns its path, and what was built and measured."""
+    """Writes a record of fake cells; returns its path, and what was built and measured.
+
+    Of an operation, FORWARD if not told.
+    """
     measured = []
-    cells = {cell["name"]: cell for cell in fake_large_head_dim(STEP, NARROW)["cells"]}
+    cells = {
+        (operation, cell["name"]): cell
+        for operation in OPERATIONS.values()
+        for cell in fake_large_head_dim(*chosen_steps(all_steps(), operation)[-2:])["cells"]
+    }
     backend = SimpleNamespace(device="cuda", refusal=lambda step, spec: None)
 
     def measure_shape(backend, steps, case, load_peers):
         assert load_peers is load_for_large_head_dim
-        measured.append((case.shape.head_dim, [step.name for step in steps]))
-        return cells[case.name]
+        head_dims = case.shape.head_dim, case.shape.v_head_dim
+        measured.append((head_dims, [step.name for step in steps]))
+        return cells[case.operation, case.name]
 
     monkeypatch.setattr(large_head_dim, "GpuBackend", lambda: backend)
     monkeypatch.setattr(large_head_dim, "measure_shape", measure_shape)
@@ -146,7 +155,11 @@ def measure_all(monkeypatch, tmp_path):
     monkeypatch.setattr(grid, "measure_ceiling", lambda device: fake_grid(STEP)["ceiling"])
     monkeypatch.setattr(grid, "versions", lambda: {"device": "NVIDIA H200"})
     monkeypatch.setattr(grid, "PROFILES_DIR", tmp_path)
-    return lambda: (large_head_dim.measure_large_head_dim(FORWARD), measured, backend)
+    return lambda operation=FORWARD: (
+        large_head_dim.measure_large_head_dim(operation),
+        measured,
+        backend,
+    )
 
 
 def test_record(measure_all, tmp_path):
@@ -156,10 +169,21 @@ def test_record(measure_all, tmp_path):
     assert list(record["sources"]) == [STEP.name, NARROW.name]
     assert [cell["name"] for cell in record["cells"]] == list(LARGE_HEAD_DIMS)
     assert len(measured) == len(LARGE_HEAD_DIMS)
-    for head_dim, names in measured:
-        assert names == ([STEP.name, NARROW.name] if head_dim == 256 else [STEP.name])
+    for head_dims, names in measured:
+        assert names == ([STEP.name, NARROW.name] if head_dims == (256, 256) else [STEP.name])
     measure_all()
     assert path.with_name("large_head_dim_previous.json").exists()
+
+
+def test_cells_of_several_steps(measure_all):
+    """Each has all steps whose limits allow it; the first is the one that attention() takes."""
+    first, second, narrow = (step.name for step in chosen_steps(all_steps(), BACKWARD))
+    path, measured, _ = measure_all(BACKWARD)
+    assert list(read_record(path, LARGE_HEAD_DIM_RECORD)["sources"]) == [first, second, narrow]
+    some = {(256, 256): [first, second, narrow], (192, 128): [first, second]}
+    assert len(measured) == len(LARGE_HEAD_DIMS)
+    for head_dims, names in measured:
+        assert names == some.get(head_dims, [second])
 
 
 def test_a_step_that_does_not_run_here_is_one_clear_line(measure_all):
@@ -210,7 +234,7 @@ def test_measured_cell(without_a_gpu):
 def test_command(monkeypatch, tmp_path, capsys):
     def measure(operation: Operation):
         path = tmp_path / "profiles/h200" / large_head_dim_file(operation)
-        write_record(path, fake_large_head_dim(*chosen_steps(all_steps(), operation)))
+        write_record(path, fake_large_head_dim(*chosen_steps(all_steps(), operation)[-2:]))
         return path
 
     monkeypatch.setattr(large_head_dim, "measure_large_head_dim", measure)
@@ -251,6 +275,44 @@ def test_form():
     assert find_error(record | {"cells": without}, LARGE_HEAD_DIM_RECORD)
 
 
+def several_steps() -> tuple[dict, str]:
+    """A record of gradients in which a newer step, which takes 256 columns at most, is twice as
+    fast as the first one there; and its name.
+    """
+    newer, step, narrow = chosen_steps(all_steps(), BACKWARD)
+    record = fake_large_head_dim(step, narrow)
+    hashes = {newer.name: {"code_sha256": newer.code_sha256}}
+    record["sources"] = hashes | record["sources"]
+    for cell in record["cells"]:
+        if cell["head_dim"] <= 256:
+            cell["tflops"] = {newer.name: 2 * cell["tflops"][step.name]} | cell["tflops"]
+    return record, newer.name
+
+
+def test_several_steps(tmp_path):
+    """The first that runs in a cell is compared with peers; each has a row, and is shown at 256."""
+    record, newer = several_steps()
+    _, step, narrow = record["sources"]
+    assert find_error(record, LARGE_HEAD_DIM_RECORD) is None
+    ratios = large_ratios(record)
+    assert (ratios["d192_v128_4096"], ratios["d512_4096"]) == (400 / 100, 300 / 100)
+    assert large_head_dim_figures(record)["over_256"] == pytest.approx((0.75 * 0.825) ** 0.5)
+    folder = tmp_path / "profiles" / "h200"
+    write_record(folder / "large_head_dim_backward.json", record)
+    loaded = load_record_set(folder, tmp_path)
+    found = rows.large_head_dim(loaded, BACKWARD)
+    names = {}
+    for row in found:
+        names.setdefault((row["head_dim"], row["v_head_dim"]), []).append(row["step"])
+    several = {(256, 256): [narrow, newer, step], (192, 128): [newer, step]}
+    assert all(listed == several.get(head_dims, [step]) for head_dims, listed in names.items())
+    of_256 = [row["by_column"]["N 4096"]["over_256"] for row in found[:3]]
+    assert of_256 == [None, 400 / 400, 200 / 400]
+    caption = large_head_dim_table.large_head_dim(loaded, BACKWARD).splitlines()[-1]
+    assert f"{newer} and {step}'s TFLOP/s over those of {narrow}, " in caption
+    assert f"{newer}, {step} over the fastest peer, above 256 and where v has its own" in caption
+
+
 def test_ratios():
     record = fake_large_head_dim(STEP, NARROW)
     ratios = large_ratios(record)
@@ -259,7 +321,7 @@ def test_ratios():
     assert ratios["d192_v128_4096"] == 200 / 100
     assert ratios["d512_4096"] == 300 / 100
     assert ratios["d1024_causal_16384"] == 230 / 25
-    of_256 = ratios_to_256(record)
+    of_256 = ratios_to_256(record, STEP.name)
     assert len(of_256) == 36
     assert (of_256["d256_4096"], of_256["d512_causal_16384"]) == (200 / 400, 330 / 400)
 
@@ -326,7 +388,7 @@ def test_table(record_set):
     for told in (
         f"{STEP.name}'s TFLOP/s over those of {NARROW.name}, which attention() takes up to "
         "head_dim 256, at 256 in the same column; at 512: geometric mean of 4 cells 0.787 ×, "
-        "smallest 0.750 × (d512_4096).",
+        "smallest 0.750 × (d512_4096). Of several steps attention() takes the first.",
         f"{STEP.name} over the fastest peer, above 256 and where v has its own: geometric mean of "
         "32 cells ",
         "smallest 2.000 × (d320_4096). That is sdpa_efficient in 16 and sdpa_math in 16 cells.",
@@ -413,7 +475,7 @@ def test_expression_that_means_nothing(record_set, expression, told):
 
 def test_markers(record_set, tmp_path, monkeypatch):
     monkeypatch.setitem(REQUIRED_TABLES, "text.md", ())
-    gradients = fake_large_head_dim(*chosen_steps(all_steps(), BACKWARD))
+    gradients = fake_large_head_dim(*chosen_steps(all_steps(), BACKWARD)[-2:])
     write_record(tmp_path / "profiles/h200/large_head_dim_backward.json", gradients)
     loaded, path = record_set(), tmp_path / "text.md"
     markers = (
