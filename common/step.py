@@ -171,15 +171,15 @@ def are_few_with(
     """Whether queries are few with these lengths: v16 is faster there than v14.
 
     The sizes are those of the tensors: the host does not know how long sequences are. A batch's may
-    have all keys, packed ones are reckoned as equally long, and a window hides what it must. With
-    UNEQUAL_KEYS or more, heads need not share keys: v14 would wait for the longest sequence.
+    have all keys, and packed ones are reckoned as equally long. With UNEQUAL_KEYS or more, heads
+    need not share keys: v14 would wait for the longest sequence.
     """
     sequences = lengths.num_sequences(batch)
     queries, keys = (-(-batch * rows // sequences) for rows in (seq_q, seq_k))
-    keys = min(keys, queries + lengths.window_left + lengths.window_right)
     may_differ = lengths.cu_seqlens_k is not None or lengths.seqused_k is not None
     if may_differ and keys >= UNEQUAL_KEYS and queries * heads <= MERGED_ROWS * kv_heads:
         return True
+    keys = min(keys, queries + lengths.window_left + lengths.window_right)
     return are_few(sequences, heads, kv_heads, queries, keys)
 
 

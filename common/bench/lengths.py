@@ -145,7 +145,8 @@ def measure_cell(backend: GpuBackend, chosen: Chosen, case: Case, sequences: Seq
     arguments = case.arguments_on(backend.device)
     shape = case.shape
     sizes = shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k
-    few = are_few_with(arguments["lengths"], *sizes)
+    window_right = 0 if case.causal else arguments["lengths"].window_right
+    few = are_few_with(arguments["lengths"]._replace(window_right=window_right), *sizes)
     taken = next(step for step in chosen.steps if few >= step.only_few_queries)
     steps = [taken, *(step for step in chosen.steps if step is not taken)]
     calls: dict[str, Callable[[], Outputs]] = {

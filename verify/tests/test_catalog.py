@@ -394,17 +394,9 @@ USED = Lengths(seqused_k=STARTS[:8])
         (Lengths(STARTS, STARTS), (1, 16, 16, 128, 8 * 2047 + 1), True),
         # A window without lengths: none can be longer than others.
         (Lengths(window_left=100), (8, 16, 16, 1, 1 << 30), False),
-        # And with: what it hides does not count.
-        (
-            Lengths(seqused_k=STARTS[:8], window_left=2047, window_right=0),
-            (8, 16, 16, 1, 1 << 30),
-            True,
-        ),
-        (
-            Lengths(seqused_k=STARTS[:8], window_left=2046, window_right=0),
-            (8, 16, 16, 1, 1 << 30),
-            False,
-        ),
+        # And with: as fast as v14.
+        (USED._replace(window_left=9, window_right=0), (8, 16, 16, 1, 2048), True),
+        # What a window hides does not keep multiprocessors busy.
         (Lengths(window_left=872, window_right=0), (1, 16, 16, 1, 1 << 30), False),
         (Lengths(window_left=873, window_right=0), (1, 16, 16, 1, 1 << 30), True),
     ],
