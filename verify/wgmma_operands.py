@@ -29,17 +29,21 @@ _LEAVES = re.compile(r"BRA `|BRX|EXIT|RET")  # the next instruction is not execu
 
 @dataclass
 class Instruction:
-    """An instruction, which registers it writes, and which ones may be executed just before it.
+    """An instruction, and which ones may be executed just before it.
 
-    A guarded instruction has a predicate: it may leave its registers as they are.
+    A guarded instruction has a predicate: it may leave its registers as they are. marks[n] says
+    what it does to Rn; few of them are ever looked at.
     """
 
     address: str
     text: str
     opcode: str
     guarded: bool
-    written: set[int]
+    marks: str
     before: list[Instruction] = field(default_factory=list, repr=False)
+
+    def writes(self, register: int) -> bool:
+        return self.marks[register : register + 1] in ("^", "x")
 
 
 def mixed_operands(cubin: Path) -> list[str]:
@@ -77,9 +81,10 @@ def _writers(register: int, reader: Instruction) -> set[str]:
         if x.address in seen:
             continue
         seen.add(x.address)
-        if register in x.written:
+        writes = x.writes(register)
+        if writes:
             opcodes.add(x.opcode)
-        if register not in x.written or x.guarded:
+        if not writes or x.guarded:
             paths += x.before
     return opcodes
 
@@ -95,11 +100,9 @@ def _instructions(lines: Iterable[str]) -> list[Instruction]:
             labels[label[0]] = len(code)
         elif found := _INSTRUCTION.match(line):
             address, guard, text, opcode = found.groups()
-            marks = line[first_column:].partition("|")[0]
-            written = {register for register, mark in enumerate(marks) if mark in "^x"}
-            if opcode == "CALL":  # the marks are those of all registers that a function may write
-                written = set()
-            code.append(Instruction(address, text, opcode, bool(guard), written))
+            # The marks of a call are those of all registers that the function may write.
+            marks = "" if opcode == "CALL" else line[first_column:].partition("|")[0]
+            code.append(Instruction(address, text, opcode, bool(guard), marks))
     for i, x in enumerate(code):
         after = [] if _LEAVES.match(x.text) and not x.guarded else [i + 1]
         if x.opcode != "BSSY":  # that names the label where the paths meet again

@@ -18,7 +18,8 @@ from .build import toolkit_program
 PACKAGE = "nvidia-cuda-nvdisasm"
 PADDING = "NOP"
 
-_SECTION = re.compile(r"\s*\.section\s+\.text\.([^,\s]+)")
+# Nothing in front of the dot: \s* would be tried at each of the hundreds of blanks in a line.
+_SECTION = re.compile(r"\.section\s+\.text\.([^,\s]+)")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z]\w*)")
 
 

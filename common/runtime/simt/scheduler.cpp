@@ -251,8 +251,11 @@ size_t Worker::sort_loads() {
         if (std::ranges::count(mbarriers, latest) == 0) mbarriers.push_back(latest);
     }
     size_t awaited = 0;
-    for (BulkCopy& load : loads)
-        if (std::ranges::count(mbarriers, load.mbarrier)) std::swap(load, loads[awaited++]);
+    for (size_t i = 0; i < loads.size(); ++i) {
+        if (std::ranges::count(mbarriers, loads[i].mbarrier) == 0) continue;
+        if (i != awaited) std::swap(loads[i], loads[awaited]);  // mostly it is in front already
+        ++awaited;
+    }
     return awaited;
 }
 
