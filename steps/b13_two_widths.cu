@@ -3,10 +3,10 @@
 // change: from b07. Tiles of V, dO and dV are V_HEAD_DIM wide. What registers and shared memory have room
 //     for is reckoned from both widths: which operands stay in registers, how many stages there are, and
 //     from where on one warpgroup has dV and the other dK. There P is passed on in float
-// why: b12, in one slice, has tiles of 32 rows and blocks of 64, for what clusters must send each other: its
-//     products read shared memory more than they multiply. b07 has neither, but would have to pad v: at
-//     192 and 128 a fifth of its work were zeros. Predicted: there as many TFLOP/s as b07 at 192, 1.7
-//     times b12's and 1.17 times FlashAttention-3's
+// why: b12, in one slice, has tiles of 32 rows, and P and dS in shared memory, for what blocks of a
+//     cluster send each other. b07 has neither, but v would have to be padded: at 192 and 128 a seventh of
+//     the products would be of zeros. Predicted: there as many TFLOP/s as b07 at 192, 1.7 times b12's and
+//     1.17 times FlashAttention-3's
 // limits: bf16, fp16; head_dim 8-256 by 8, v's may differ; sm_90a
 #include "backward.cuh"
 #include "bulk.cuh"
@@ -54,8 +54,7 @@ constexpr int stages(int kept_rows, int tile_rows, int other_bytes) {
 // shared memory.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
 constexpr int dq_registers(int keys) { return accumulators(DIM + 2 * keys); }
-constexpr int DQ_KEYS =
-    dq_registers(128) + fragments(DIM) + fragments(V_DIM) <= MOST_REGISTERS ? 128 : 64;
+constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;
 constexpr bool Q_IN_REGISTERS = dq_registers(DQ_KEYS) + fragments(DIM) <= MOST_REGISTERS;
 constexpr bool DOUT_IN_REGISTERS =
     dq_registers(DQ_KEYS) + (Q_IN_REGISTERS ? fragments(DIM) : 0) + fragments(V_DIM) <=
@@ -74,11 +73,14 @@ constexpr int K_STAGES = V_STAGES > 1 ? V_STAGES : 2;
 constexpr bool SPLIT = DIM + V_DIM > 256;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = DIM + V_DIM <= 128 ? 128 : 64;  // S and dP fit beside dK and dV
-// Where they fit: K beside dV and P of the tile before, and S; V beside dK, P and dP.
-constexpr bool K_IN_REGISTERS =
-    SPLIT && accumulators(V_DIM + DKV_QUERIES) + fragments(DIM + DKV_QUERIES) <= MOST_REGISTERS;
+// Where they fit: K beside dV and P of the tile before, and S; V beside dK, P and dP. Where the gradient
+// is no wider than a tile, ptxas 13.0 gives P or dS some of their registers.
+constexpr bool K_IN_REGISTERS = SPLIT && V_DIM > DKV_QUERIES&& accumulators(V_DIM + DKV_QUERIES) +
+                                                     fragments(DIM + DKV_QUERIES) <=
+                                             MOST_REGISTERS;
 constexpr bool V_IN_REGISTERS =
-    SPLIT && accumulators(DIM + 2 * DKV_QUERIES) + fragments(V_DIM) <= MOST_REGISTERS;
+    SPLIT &&
+    DIM > DKV_QUERIES&& accumulators(DIM + 2 * DKV_QUERIES) + fragments(V_DIM) <= MOST_REGISTERS;
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int NUM_PANELS, int ROWS>
