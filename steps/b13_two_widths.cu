@@ -54,7 +54,7 @@ constexpr int stages(int kept_rows, int tile_rows, int other_bytes) {
 // shared memory.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
 constexpr int dq_registers(int keys) { return accumulators(DIM + 2 * keys); }
-constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;
+constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;  // never as wide as dQ: see K_IN_REGISTERS
 constexpr bool Q_IN_REGISTERS = dq_registers(DQ_KEYS) + fragments(DIM) <= MOST_REGISTERS;
 constexpr bool DOUT_IN_REGISTERS =
     dq_registers(DQ_KEYS) + (Q_IN_REGISTERS ? fragments(DIM) : 0) + fragments(V_DIM) <=
@@ -73,14 +73,12 @@ constexpr int K_STAGES = V_STAGES > 1 ? V_STAGES : 2;
 constexpr bool SPLIT = DIM + V_DIM > 256;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = DIM + V_DIM <= 128 ? 128 : 64;  // S and dP fit beside dK and dV
-// Where they fit: K beside dV and P of the tile before, and S; V beside dK, P and dP. Where the gradient
-// is no wider than a tile, ptxas 13.0 gives P or dS some of their registers.
-constexpr bool K_IN_REGISTERS = SPLIT && V_DIM > DKV_QUERIES&& accumulators(V_DIM + DKV_QUERIES) +
-                                                     fragments(DIM + DKV_QUERIES) <=
-                                             MOST_REGISTERS;
-constexpr bool V_IN_REGISTERS =
-    SPLIT &&
-    DIM > DKV_QUERIES&& accumulators(DIM + 2 * DKV_QUERIES) + fragments(V_DIM) <= MOST_REGISTERS;
+// With K in registers beside dV and P of the tile before, and S; with V beside dK, P and dP.
+constexpr int REGISTERS_WITH_K = accumulators(V_DIM + DKV_QUERIES) + fragments(DIM + DKV_QUERIES);
+constexpr int REGISTERS_WITH_V = accumulators(DIM + 2 * DKV_QUERIES) + fragments(V_DIM);
+// ptxas 13.0 gives P or dS some of these where the gradient is as wide as a tile, as S and dP are.
+constexpr bool K_IN_REGISTERS = SPLIT && REGISTERS_WITH_K <= MOST_REGISTERS && V_DIM != DKV_QUERIES;
+constexpr bool V_IN_REGISTERS = SPLIT && REGISTERS_WITH_V <= MOST_REGISTERS && DIM != DKV_QUERIES;
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int NUM_PANELS, int ROWS>
