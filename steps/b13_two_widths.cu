@@ -3,11 +3,11 @@
 // change: from b07. Tiles of V, dO and dV are V_HEAD_DIM wide. What registers and shared memory have room
 //     for is reckoned from both widths: which operands stay in registers, how many stages there are, and
 //     from where on one warpgroup has dV and the other dK. There P is passed on in float
-// why: b12, in one slice, has tiles of 32 rows and blocks of 64, for what clusters must send each other: its
-//     products read shared memory more than they multiply. b07 has neither, but would have to pad v: at
-//     192 and 128 a fifth of its work were zeros. Predicted: there as many TFLOP/s as b07 at 192, 1.7
-//     times b12's and 1.17 times FlashAttention-3's
-// limits: bf16, fp16; head_dim 8-256 by 8, v's may differ; sm_90a
+// why: b12, in one slice, has tiles of 32 rows, and P and dS in shared memory, for what blocks of a
+//     cluster send each other. b07 has neither, but v would have to be padded: at 192 and 128 a seventh of
+//     the products would be of zeros. Predicted: there as many TFLOP/s as b07 at 192, 1.7 times b12's and
+//     1.17 times FlashAttention-3's
+// limits: bf16, fp16; head_dim 72-256 by 8, v's may differ; sm_90a; at 64 ptxas 13.0 errs
 #include "backward.cuh"
 #include "bulk.cuh"
 #include "copy.cuh"
