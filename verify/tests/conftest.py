@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 BROWSER_TIMEOUT_MS = 120_000  # for a slow machine with as many browsers as cores
 
-torch.set_num_threads(1)  # pytest -n auto has a process for each core, and one more
-
-
-@pytest.hookimpl(wrapper=True, optionalhook=True)
-def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """One more than xdist finds cores: tests wait, too, for browsers, ranks and time limits."""
-    return 1 + (yield)
+torch.set_num_threads(1)  # pytest -n auto has a process for each core
 
 
 @pytest.fixture
