@@ -10,7 +10,7 @@ import sys
 import typing
 from email.message import Message
 from email.parser import Parser
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,11 @@ print(attention_worklog.__version__, attention_worklog.__file__, sep="\\n")
 def wheel(tmp_path_factory) -> Path:
     """Made from a copy: setuptools would take what an earlier build left in build/lib."""
     for needed in ("pip", "setuptools"):
-        if find_spec(needed) is None:
+        # Not by find_spec(): asked for pip, setuptools' finder gives up its distutils in this
+        # process, and cannot be imported any more.
+        try:
+            version(needed)
+        except PackageNotFoundError:
             pytest.skip(f"{sys.executable} has no {needed}")
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
     for name in MADE_FROM:
