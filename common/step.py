@@ -28,11 +28,11 @@ _LIMITS = re.compile(
     r"(; more than \d+ KiB of shared memory from head_dim (?P<large_smem>\d+) on)?"
 )
 
+_FEW_WITH_LENGTHS = "for few queries with lengths or windows"  # a condition of both kinds
 _TAKEN = re.compile(
     r"only (?P<condition>with deterministic=True|for few queries|for lengths and windows"
-    r"|for few queries with lengths or windows|for large head_dim); \S"
+    rf"|{_FEW_WITH_LENGTHS}|for large head_dim); \S"
 )
-FEW_WITH_LENGTHS = "for few queries with lengths or windows"  # a condition of both kinds
 _REPEATS = re.compile(r"all bits but (?P<outputs>\w+(?:'s, \w+)*)'s; \S")
 _REPEATS_ON_ONE_GPU = re.compile(r"all bits on as many multiprocessors; \S")
 _PARTS = re.compile(
@@ -252,9 +252,9 @@ def read_step(path: Path) -> Step:
         limits=_parse_limits(path, fields["limits"]),
         draft=fields.get("draft"),
         only_deterministic=taken == "with deterministic=True",
-        only_few_queries=taken in ("for few queries", FEW_WITH_LENGTHS),
+        only_few_queries=taken in ("for few queries", _FEW_WITH_LENGTHS),
         only_large_head_dim=taken == "for large head_dim",
-        takes_lengths=taken in ("for lengths and windows", FEW_WITH_LENGTHS),
+        takes_lengths=taken in ("for lengths and windows", _FEW_WITH_LENGTHS),
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
         by_multiprocessors=_REPEATS_ON_ONE_GPU.match(fields.get("repeats", "")) is not None,
         parts=_parse_parts(path, title[1], fields.get("parts")),
