@@ -7,7 +7,7 @@
 //     cluster send each other. b07 has neither, but v would have to be padded: at 192 and 128 a seventh of
 //     the products would be of zeros. Predicted: there as many TFLOP/s as b07 at 192, 1.7 times b12's and
 //     1.17 times FlashAttention-3's
-// limits: bf16, fp16; head_dim 72-256 by 8, v's may differ; sm_90a; at 64 ptxas 13.0 errs
+// limits: bf16, fp16; head_dim 8-256 by 8, v's may differ; sm_90a
 #include "backward.cuh"
 #include "bulk.cuh"
 #include "copy.cuh"
@@ -53,13 +53,11 @@ constexpr int stages(int kept_rows, int tile_rows, int other_bytes) {
 // dO are in registers where they fit beside dQ, S and dP: the products then read K and V alone from
 // shared memory.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
-constexpr int dq_registers(int keys) { return accumulators(DIM + 2 * keys); }
-constexpr int DQ_KEYS =
-    dq_registers(128) + fragments(DIM) + fragments(V_DIM) <= MOST_REGISTERS ? 128 : 64;
-constexpr bool Q_IN_REGISTERS = dq_registers(DQ_KEYS) + fragments(DIM) <= MOST_REGISTERS;
+constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;  // never as wide as dQ: see K_IN_REGISTERS
+constexpr int DQ_REGISTERS = accumulators(DIM + 2 * DQ_KEYS);
+constexpr bool Q_IN_REGISTERS = DQ_REGISTERS + fragments(DIM) <= MOST_REGISTERS;
 constexpr bool DOUT_IN_REGISTERS =
-    dq_registers(DQ_KEYS) + (Q_IN_REGISTERS ? fragments(DIM) : 0) + fragments(V_DIM) <=
-    MOST_REGISTERS;
+    DQ_REGISTERS + (Q_IN_REGISTERS ? fragments(DIM) : 0) + fragments(V_DIM) <= MOST_REGISTERS;
 // Where there is room for one tile of V, there are two of K, which dS K reads long after dO V^T has
 // read V. With twice as many tiles of half as many keys, S and dP would take longer to read Q and dO
 // from shared memory than to multiply.
@@ -74,11 +72,12 @@ constexpr int K_STAGES = V_STAGES > 1 ? V_STAGES : 2;
 constexpr bool SPLIT = DIM + V_DIM > 256;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = DIM + V_DIM <= 128 ? 128 : 64;  // S and dP fit beside dK and dV
-// Where they fit: K beside dV and P of the tile before, and S; V beside dK, P and dP.
-constexpr bool K_IN_REGISTERS =
-    SPLIT && accumulators(V_DIM + DKV_QUERIES) + fragments(DIM + DKV_QUERIES) <= MOST_REGISTERS;
-constexpr bool V_IN_REGISTERS =
-    SPLIT && accumulators(DIM + 2 * DKV_QUERIES) + fragments(V_DIM) <= MOST_REGISTERS;
+// With K in registers beside dV and P of the tile before, and S; with V beside dK, P and dP.
+constexpr int REGISTERS_WITH_K = accumulators(V_DIM + DKV_QUERIES) + fragments(DIM + DKV_QUERIES);
+constexpr int REGISTERS_WITH_V = accumulators(DIM + 2 * DKV_QUERIES) + fragments(V_DIM);
+// ptxas 13.0 gives P or dS some of these where the gradient is as wide as a tile, as S and dP are.
+constexpr bool K_IN_REGISTERS = SPLIT && REGISTERS_WITH_K <= MOST_REGISTERS && V_DIM != DKV_QUERIES;
+constexpr bool V_IN_REGISTERS = SPLIT && REGISTERS_WITH_V <= MOST_REGISTERS && DIM != DKV_QUERIES;
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int NUM_PANELS, int ROWS>
