@@ -36,7 +36,8 @@ constexpr int DIM = ceil_div(HEAD_DIM, 16) * 16, V_DIM = ceil_div(V_HEAD_DIM, 16
 constexpr int SECTION_ROWS = (16 << 20) / ((HEAD_DIM + V_HEAD_DIM) * sizeof(Element));
 
 // A thread's part of 64 rows: so many registers in float, and rounded. Operands are kept in registers
-// where all such parts that are in use at a time then take MOST_REGISTERS; the rest is for addresses.
+// where all such parts that are in use at a time then take MOST_REGISTERS at most; the rest is for
+// addresses.
 constexpr int accumulators(int columns) { return columns / 2; }
 constexpr int fragments(int columns) { return columns / 4; }
 constexpr int MOST_REGISTERS = 208;
@@ -58,24 +59,24 @@ constexpr int DQ_REGISTERS = accumulators(DIM + 2 * DQ_KEYS);
 constexpr bool Q_IN_REGISTERS = DQ_REGISTERS + fragments(DIM) <= MOST_REGISTERS;
 constexpr bool DOUT_IN_REGISTERS =
     DQ_REGISTERS + (Q_IN_REGISTERS ? fragments(DIM) : 0) + fragments(V_DIM) <= MOST_REGISTERS;
-// Where there is room for one tile of V, there are two of K, which dS K reads long after dO V^T has
-// read V. With twice as many tiles of half as many keys, S and dP would take longer to read Q and dO
+// Where there is room for one tile of V alone, there are two of K, which dS K reads long after dO V^T
+// has read V. With twice as many tiles of half as many keys, S and dP would take longer to read Q and dO
 // from shared memory than to multiply.
 constexpr int V_STAGES = stages(DQ_QUERIES, DQ_KEYS, 0);
 constexpr int K_STAGES = V_STAGES > 1 ? V_STAGES : 2;
 
 // attention_dk_dv: a block has rows of keys and takes the queries tile by tile. Where a warpgroup's dK
 // and dV do not fit into its registers beside S and dP, both warpgroups have the same 64 keys: 0
-// computes S^T, P and dV, and 1 computes dP^T, dS and dK from the P that 0 passes on. Without
-// that, S^T would be an eighth product, in one block as in blocks of two kinds, and those would load
-// Q and dO twice.
+// computes S^T, P and dV, and 1 computes dP^T, dS and dK from the P that 0 passes on. Without that, S^T
+// would be an eighth product, in one block as in blocks of two kinds, and those would load Q and dO
+// twice.
 constexpr bool SPLIT = DIM + V_DIM > 256;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS;
 constexpr int DKV_QUERIES = DIM + V_DIM <= 128 ? 128 : 64;  // S and dP fit beside dK and dV
 // With K in registers beside dV and P of the tile before, and S; with V beside dK, P and dP.
 constexpr int REGISTERS_WITH_K = accumulators(V_DIM + DKV_QUERIES) + fragments(DIM + DKV_QUERIES);
 constexpr int REGISTERS_WITH_V = accumulators(DIM + 2 * DKV_QUERIES) + fragments(V_DIM);
-// ptxas 13.0 gives P or dS some of these where the gradient is as wide as a tile, as S and dP are.
+// ptxas 13.0 may give P or dS some of these where the gradient is as wide as a tile, as S and dP are.
 constexpr bool K_IN_REGISTERS = SPLIT && REGISTERS_WITH_K <= MOST_REGISTERS && V_DIM != DKV_QUERIES;
 constexpr bool V_IN_REGISTERS = SPLIT && REGISTERS_WITH_V <= MOST_REGISTERS && DIM != DKV_QUERIES;
 

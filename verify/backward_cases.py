@@ -90,7 +90,8 @@ _OWN = (
         dout=rows_of_all_sizes,
     ),
     # v's own head_dim, up to 256: one key, queries that see none, and keys that no query sees;
-    # K and V in registers, or one of them, or none; dK and dV in one warpgroup; tiles of 128 rows.
+    # K and V in registers, or one of them, or none; a gradient as wide as a tile; dK and dV in one
+    # warpgroup; tiles of 128 rows.
     Case("head_dim_192_128_gqa", Shape(1, 4, 2, 140, 200, 192, 128), BF16),
     Case("head_dim_192_128_equal_keys", Shape(1, 1, 1, 60, 300, 192, 128), BF16, inputs=equal_keys),
     Case(
@@ -112,21 +113,17 @@ _OWN = (
     Case("head_dim_128_256_gqa", Shape(1, 4, 2, 70, 200, 128, 256), BF16, causal=True),
     Case("head_dim_256_184", Shape(1, 2, 1, 135, 330, 256, 184), BF16),
     Case("head_dim_152_248", Shape(1, 1, 1, 70, 150, 152, 248), FP16, causal=True),
-    Case("head_dim_136_72_gqa", Shape(1, 4, 2, 140, 270, 136, 72), BF16, causal=True),
+    Case("head_dim_256_64", Shape(1, 1, 1, 70, 150, 256, 64), BF16),
+    Case("head_dim_64_256", Shape(1, 1, 1, 70, 150, 64, 256), FP16, causal=True),
+    Case("head_dim_136_64_gqa", Shape(1, 4, 2, 140, 270, 136, 64), BF16, causal=True),
     Case(
-        "head_dim_72_136_strided",
-        Shape(2, 2, 1, 79, 143, 72, 136),
+        "head_dim_64_136_strided",
+        Shape(2, 2, 1, 79, 143, 64, 136),
         FP16,
         layouts=layouts_of(transposed, padded, packed, contiguous),
     ),
-    Case("head_dim_72_80_gqa", Shape(1, 4, 2, 270, 300, 72, 80), BF16),
-    Case("head_dim_72_80_large_row", Shape(1, 4, 2, 150, 12, 72, 80), FP16, dout=one_large_row),
-    Case(
-        "head_dim_72_80_negative_logits",
-        Shape(1, 1, 1, 140, 350, 72, 80),
-        FP16,
-        inputs=negative_logits,
-    ),
+    Case("head_dim_72_24_gqa", Shape(1, 4, 2, 270, 300, 72, 24), BF16),
+    Case("head_dim_24_72", Shape(1, 2, 1, 140, 270, 24, 72), BF16, causal=True),
     # Above 256, the blocks of a cluster have slices of the columns: rows that end one before a
     # multiple of 16, one key, one query, blocks of queries that see no key.
     Case(

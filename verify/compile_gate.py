@@ -20,8 +20,9 @@ from common.text import markdown
 from verify.wgmma_operands import mixed_operands
 
 HEAD_DIMS = (64, 128, 256, 512, 1024)
-# Where v's may differ, of q and k, and of v. At 192 and 256 b13 has most registers in use.
-OWN_HEAD_DIMS = ((192, 128), (576, 512), (192, 256))
+# Where v's may differ, of q and k, and of v. Had b13 K in registers at 256 and 64, ptxas would mix
+# it up with P, and at 192 and 256 there are not enough of them.
+OWN_HEAD_DIMS = ((192, 128), (576, 512), (256, 64), (192, 256))
 # The steps that have local memory, and where: a thread of v03 keeps a query row of O, 256 floats in
 # 255 registers, and one of b01 up to four rows; the thread of b10 that loads has 24 registers, and
 # no room for its place while it finds out which work is next; in v15 a block that sends to three

@@ -196,8 +196,7 @@ def test_v_has_a_head_dim_of_its_own(head_dims: tuple[int, int], causal: bool) -
 
 
 @pytest.mark.parametrize(
-    ("head_dims", "step"),
-    [((72, 40), "b12"), ((96, 72), "b13"), ((256, 248), "b13"), ((264, 72), "b12")],
+    ("head_dims", "step"), [((72, 40), "b13"), ((256, 248), "b13"), ((264, 72), "b12")]
 )
 def test_gradients_where_v_has_a_head_dim_of_its_own(head_dims: tuple[int, int], step: str) -> None:
     """They are those of the same head_dim, with zeros behind v's columns."""
