@@ -33,7 +33,7 @@ from .runtime.backend import (
     specialization,
 )
 from .runtime.launch import check_alignment, strides
-from .step import Step, are_few, are_few_with, is_large
+from .step import Step, few_of, few_with, is_large
 from .validation import (
     COPIED,
     is_packed,
@@ -113,7 +113,7 @@ def _forward(
         validate_shapes(FORWARD, (q, k, v))
     # fmt: off
     key = (
-        step, backward_step, deterministic, causal, _are_few(q, k), q.shape[3], v.shape[3],
+        step, backward_step, deterministic, causal, _few(q, k, causal), q.shape[3], v.shape[3],
         q.dtype, q.device, k.dtype, k.device, v.dtype, v.device,
     )
     # fmt: on
@@ -155,7 +155,7 @@ def _forward_lengths(
     if q.is_cpu:  # elsewhere the host would wait for the values
         validate_values(inputs, lengths)
     key = (
-        *("lengths", step, backward_step, deterministic, causal, _are_few(q, k, lengths)),
+        *("lengths", step, backward_step, deterministic, causal, _few(q, k, causal, lengths)),
         *(q.shape[-1], v.shape[-1]),
         *(q.dtype, q.device, k.dtype, k.device, v.dtype, v.device),
     )
@@ -677,13 +677,17 @@ def _lengths(
     return Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, *limits)
 
 
-def _are_few(q: torch.Tensor, k: torch.Tensor, lengths: Lengths | None = None) -> bool:
-    """Whether queries are few. Packed sequences are [total, heads, head_dim], or a batch of one."""
+def _few(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, lengths: Lengths | None = None
+) -> str | None:
+    """What the call has few of. Packed sequences are a batch of one, with or without that axis."""
     if q.dim() == 3:
         sizes = 1, q.shape[1], k.shape[1], q.shape[0], k.shape[0]
     else:
         sizes = *q.shape[:2], k.shape[1], q.shape[2], k.shape[2]
-    return are_few(*sizes) if lengths is None else are_few_with(lengths, *sizes)
+    if lengths is not None:
+        return few_with(lengths, *sizes)
+    return few_of(*sizes, q.shape[3], causal)
 
 
 def _is_readable(operand: Operand, t: torch.Tensor, alignment: int) -> bool:
@@ -774,12 +778,12 @@ def highest_step(
     """
     refusals: dict[str, str] = {}
     q, *others = inputs
-    few = bool(others) and _are_few(q, others[0], lengths)
+    few = _few(q, others[0], causal, lengths) if others else None
     v_head_dim = others[1].shape[3] if others else q.shape[3]
     for step in reversed(_steps_of(operation)):
         if step.takes_lengths != (lengths is not None):
             continue
-        if step.draft or step.only_deterministic > deterministic or step.only_few_queries > few:
+        if step.draft or step.only_deterministic > deterministic or step.few not in (None, few):
             continue
         if step.only_large_head_dim > is_large(q.shape[3], v_head_dim):
             continue

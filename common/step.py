@@ -28,10 +28,12 @@ _LIMITS = re.compile(
     r"(; more than \d+ KiB of shared memory from head_dim (?P<large_smem>\d+) on)?"
 )
 
+# What a step may be taken for only: few_of() says which of them a call is.
+FEW_QUERIES, FEW_WORK_TILES = "for few queries", "for few work tiles"
 _FEW_WITH_LENGTHS = "for few queries with lengths or windows"  # a condition of both kinds
 _TAKEN = re.compile(
-    r"only (?P<condition>with deterministic=True|for few queries|for lengths and windows"
-    rf"|{_FEW_WITH_LENGTHS}|for large head_dim); \S"
+    rf"only (?P<condition>with deterministic=True|{FEW_QUERIES}|{FEW_WORK_TILES}"
+    rf"|for lengths and windows|{_FEW_WITH_LENGTHS}|for large head_dim); \S"
 )
 _REPEATS = re.compile(r"all bits but (?P<outputs>\w+(?:'s, \w+)*)'s; \S")
 _REPEATS_ON_ONE_GPU = re.compile(r"all bits on as many multiprocessors; \S")
@@ -42,11 +44,16 @@ _PARTS = re.compile(
 
 HEAD_DIMS = range(8, 1025, 8)  # those that the cases of verify/ cover: a step can promise no others
 LARGE_HEAD_DIM = 256  # a larger head_dim is large; so is one that v does not share
+MULTIPROCESSORS = 132  # of an H100 or H200
 # What are_few() reckons with. From 640 to 896 IDLE_KEYS calls took as long on an H100, in the
 # geometric mean, and longer with 512 or 1024.
-MULTIPROCESSORS = 132  # of an H100 or H200
 BLOCK_QUERIES, MERGED_ROWS, IDLE_KEYS = 128, 128, 768
-UNEQUAL_KEYS = 2048  # and are_few_with()
+UNEQUAL_KEYS = 2048  # and few_with()
+# And are_few_work_tiles(). Up to this head_dim a work tile has BLOCK_QUERIES and a half. v17 was
+# faster from 2048 keys on, with 32 and with 64 work tiles, and with 1024 slower. And beside v12's
+# shares from so many elements of a head's K on, in so many rounds.
+THREE_WARPGROUPS_DIM, IDLE_KEYS_OF_TILES = 96, 960
+SHARED_ELEMENTS, SHARED_ROUNDS = 2**20, 4
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class Step:
     limits: Limits
     draft: str | None  # why attention() does not take the step yet
     only_deterministic: bool  # attention() takes the step only where all bits must repeat
-    only_few_queries: bool  # attention() takes the step only where queries are_few(), or _with()
+    few: str | None  # attention() takes the step only where few_of(), or few_with(), is this
     only_large_head_dim: bool  # attention() takes the step only where head_dim is_large()
     takes_lengths: bool  # its kernels take Lengths; attention() takes it only where they are given
     unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
@@ -135,7 +142,7 @@ class Step:
         """Whether attention() takes the step however many queries there are, without lengths or a
         window, and with no large head_dim.
         """
-        return not (self.only_few_queries or self.only_large_head_dim or self.takes_lengths)
+        return not (self.few or self.only_large_head_dim or self.takes_lengths)
 
     def is_candidate(self, deterministic: bool = False) -> bool:
         """Whether attention() takes the step, which is_general, unless a higher one runs, without
@@ -161,14 +168,56 @@ def are_few(batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int) -> bo
     """
     if heads > kv_heads and seq_q * heads <= MERGED_ROWS * kv_heads:
         return True
-    idle = MULTIPROCESSORS - batch * heads * -(-seq_q // BLOCK_QUERIES)
-    return 4 * idle >= MULTIPROCESSORS and idle * seq_k >= MULTIPROCESSORS * IDLE_KEYS
+    return _are_idle(batch * heads * -(-seq_q // BLOCK_QUERIES), seq_k, IDLE_KEYS)
 
 
-def are_few_with(
+def are_few_work_tiles(work: int, seq_k: int, head_dim: int, causal: bool) -> bool:
+    """Whether so many work tiles, several of which look at the same keys, are few for these: v17 is
+    faster there than v12.
+
+    Either v12 has no work for a quarter of MULTIPROCESSORS or more, as in are_few(). Or it shares
+    out the tiles of a few rounds, which keep nine tenths of MULTIPROCESSORS busy as they are, and
+    takes work tiles that look at the same keys out of step. With THREE_WARPGROUPS_DIM it computes
+    for so long that this does not matter, and with a causal mask it shares nothing out.
+    """
+    if _are_idle(work, seq_k, IDLE_KEYS_OF_TILES):
+        return True
+    rounds = -(-work // MULTIPROCESSORS)
+    return (
+        not causal
+        and head_dim > THREE_WARPGROUPS_DIM
+        and 1 < rounds <= SHARED_ROUNDS
+        and 10 * work >= 9 * rounds * MULTIPROCESSORS
+        and seq_k * head_dim >= SHARED_ELEMENTS
+    )
+
+
+def _are_idle(work: int, seq_k: int, idle_keys: int) -> bool:
+    """Whether so many work tiles leave a quarter of MULTIPROCESSORS or more without work, and for
+    as long as idle_keys take on all of them.
+    """
+    idle = MULTIPROCESSORS - work
+    return 4 * idle >= MULTIPROCESSORS and idle * seq_k >= MULTIPROCESSORS * idle_keys
+
+
+def few_of(
+    batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int, causal: bool
+) -> str | None:
+    """What such a call has few of: FEW_QUERIES, or where more than MERGED_ROWS share their keys
+    FEW_WORK_TILES; or nothing.
+    """
+    if seq_q * heads <= MERGED_ROWS * kv_heads:
+        return FEW_QUERIES if are_few(batch, heads, kv_heads, seq_q, seq_k) else None
+    is_wide = head_dim > THREE_WARPGROUPS_DIM
+    work = batch * heads * -(-seq_q // (BLOCK_QUERIES if is_wide else 3 * BLOCK_QUERIES // 2))
+    return FEW_WORK_TILES if are_few_work_tiles(work, seq_k, head_dim, causal) else None
+
+
+def few_with(
     lengths: Lengths, batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int
-) -> bool:
-    """Whether queries are few with these lengths: v16 is faster there than v14.
+) -> str | None:
+    """What a call with these lengths has few of: FEW_QUERIES, where v16 is faster than v14, or
+    nothing.
 
     The sizes are those of the tensors: the host does not know how long sequences are. A batch's may
     have all keys, and packed ones are reckoned as equally long. With UNEQUAL_KEYS or more, heads
@@ -178,9 +227,9 @@ def are_few_with(
     queries, keys = (-(-batch * rows // sequences) for rows in (seq_q, seq_k))
     may_differ = lengths.cu_seqlens_k is not None or lengths.seqused_k is not None
     if may_differ and keys >= UNEQUAL_KEYS and queries * heads <= MERGED_ROWS * kv_heads:
-        return True
+        return FEW_QUERIES
     keys = min(keys, queries + lengths.window_left + lengths.window_right)
-    return are_few(sequences, heads, kv_heads, queries, keys)
+    return FEW_QUERIES if are_few(sequences, heads, kv_heads, queries, keys) else None
 
 
 def is_large(head_dim: int, v_head_dim: int) -> bool:
@@ -191,8 +240,9 @@ def is_large(head_dim: int, v_head_dim: int) -> bool:
 def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
     """The step of the same ladder that this one changes: the highest below it, of these.
 
-    Those that attention() takes only for deterministic=True, only for few queries, only for large
-    head_dim, or only for lengths and windows, are passed over: nothing builds on them.
+    Those that attention() takes only for deterministic=True, only for few queries or work tiles,
+    only for large head_dim, or only for lengths and windows, are passed over: nothing builds on
+    them.
     """
     ladder = [each for each in steps if each.operation == step.operation]
     below = [
@@ -206,9 +256,9 @@ def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
 def read_step(path: Path) -> Step:
     """Parses the header comment of a step's file: title line, change:, why:, limits:; draft:
     where attention() is not to take it yet; taken: where it is to take it only if asked for the
-    same bits each time, only for few queries, only for large head_dim, or only for lengths and
-    windows; repeats: where a repeated call may give other bits, or another GPU; and parts: where
-    its kernels can be launched for one part of the keys after another.
+    same bits each time, only for few queries or work tiles, only for large head_dim, or only for
+    lengths and windows; repeats: where a repeated call may give other bits, or another GPU; and
+    parts: where its kernels can be launched for one part of the keys after another.
 
     Raises UsageError where the file cannot be read or says something else.
     """
@@ -252,7 +302,7 @@ def read_step(path: Path) -> Step:
         limits=_parse_limits(path, fields["limits"]),
         draft=fields.get("draft"),
         only_deterministic=taken == "with deterministic=True",
-        only_few_queries=taken in ("for few queries", _FEW_WITH_LENGTHS),
+        few=next((few for few in (FEW_QUERIES, FEW_WORK_TILES) if taken.startswith(few)), None),
         only_large_head_dim=taken == "for large head_dim",
         takes_lengths=taken in ("for lengths and windows", _FEW_WITH_LENGTHS),
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
@@ -262,18 +312,18 @@ def read_step(path: Path) -> Step:
     )
 
 
-def _parse_taken(path: Path, name: str, text: str | None) -> str | None:
-    """The condition of a `taken:` line, which reads "only condition; why"."""
+def _parse_taken(path: Path, name: str, text: str | None) -> str:
+    """The condition of a `taken:` line, which reads "only condition; why"; "" without one."""
     if text is None:
-        return None
+        return ""
     found = _TAKEN.match(text)
     if found and (not found["condition"].startswith("for few") or operation_of(name) == FORWARD):
         return found["condition"]
     raise UsageError(
         f'{path}: \'taken:\' must read like "only with deterministic=True; why", "only for '
         f'lengths and windows; why", "only for large head_dim; why" or, of a forward step, "only '
-        f'for few queries; why" or "only for few queries with lengths or windows; why", '
-        f"not '{text}'"
+        f'for few queries; why", "only for few work tiles; why" or "only for few queries with '
+        f"lengths or windows; why\", not '{text}'"
     )
 
 

@@ -2,14 +2,15 @@
 
 The record's keys are those of headline.py, but for these:
 
-sources     the hashes of the step that is compared, then of the one before it
+sources     the hashes of the steps that are compared: those for few work tiles and for few queries,
+            where there are such, and last the one for any number
 copy_bytes_per_second   of torch's copy of COPY_BYTES: what it reads and what it writes
 copy_samples_ms     of that copy
 skipped     the cells whose tensors do not fit into the device's memory, by name: what that said
 cells       in the order of common.problem.DECODE, each an interleaved run of its own
 routes      of a cell: which code a peer runs
-taken       of a cell: which of the two steps attention() takes
-attentions  of a cell, by name: the two steps and the peers, or why one is missing
+taken       of a cell: which of the steps attention() takes
+attentions  of a cell, by name: the steps and the peers, or why one is missing
 bytes_per_second    of an attention: q, k, v, o and lse, each moved once
 difference  of an attention: of its o from the step's, by comparison.difference_of()
 """
@@ -26,14 +27,14 @@ import torch
 from verify.case import Case
 from verify.inputs import Inputs
 
-from ..catalog import step_before, steps_to_run
+from ..catalog import steps_to_run
 from ..errors import UsageError
 from ..operation import FORWARD
 from ..problem import DECODE
 from ..records import DECODE_FILE, SCHEMA
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
-from ..step import Step, are_few
+from ..step import FEW_QUERIES, FEW_WORK_TILES, Step, few_of
 from .cells import build_all
 from .comparison import agreeing
 from .device_state import git_state, versions
@@ -52,31 +53,20 @@ CELL_SECONDS = 0.25
 LEAST_ROUNDS, MOST_ROUNDS = 5, 20
 
 
-def measure_decode(step: Step | None = None) -> Path:
+def measure_decode() -> Path:
     """Measures all cells and writes their record; returns its path.
 
-    Of the step that is given, or else of the newest one that attention() takes for such shapes,
-    beside the step before it. A run that is interrupted leaves what it has measured in build/,
+    A run that is interrupted leaves what it has measured in build/,
     where the next of the same code on such a GPU goes on with it. Raises UsageError where the step
     cannot run, or where it is wrong.
     """
     backend = GpuBackend()
-    step = (
-        step
-        or [
-            each
-            for each in steps_to_run()
-            if each.operation == FORWARD
-            and (each.is_candidate() or each.only_few_queries)
-            and not each.takes_lengths
-        ][-1]
-    )
-    steps = [each for each in (step, step_before(step)) if each]
+    steps = decode_steps(steps_to_run())
     cases = [Case.of(name, problem) for name, problem in DECODE.items()]
     build_all(backend, steps, cases)
     for spec in dict.fromkeys(case.specialization for case in cases):
-        if refusal := backend.refusal(step, spec):
-            raise UsageError(f"{step.name} {refusal}")
+        if refusal := backend.refusal(steps[0], spec):
+            raise UsageError(f"{steps[0].name} {refusal}")
     begun = {
         "schema": SCHEMA,
         "git": git_state(),
@@ -90,6 +80,20 @@ def measure_decode(step: Step | None = None) -> Path:
         partial(measure_copy, backend.device),
         {case.name: partial(measure_cell, backend, steps, case) for case in cases},
     )
+
+
+def decode_steps(steps: Sequence[Step]) -> list[Step]:
+    """Of these steps, the newest that attention() takes for few work tiles, for few queries, and
+    for any number of both, as far as there are such.
+    """
+    newest = {
+        step.few: step
+        for step in steps
+        if step.operation == FORWARD
+        and not step.takes_lengths
+        and (step.few or step.is_candidate())
+    }
+    return [newest[few] for few in (FEW_WORK_TILES, FEW_QUERIES, None) if few in newest]
 
 
 def measure_copy(device: torch.device) -> dict:
@@ -149,10 +153,11 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
 
 
 def _taken(steps: Sequence[Step], case: Case) -> str:
-    """The first of the steps but one that is taken for few queries only, where these are more."""
-    shape = case.shape
-    few = are_few(shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k)
-    return next((step.name for step in steps if few >= step.only_few_queries), steps[0].name)
+    """The first of the steps but those for what the case has not few of."""
+    shape, causal = case.shape, case.causal
+    sizes = shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k
+    few = few_of(*sizes, shape.head_dim, causal)
+    return next((step.name for step in steps if step.few in (None, few)), steps[0].name)
 
 
 def _make_inputs(case: Case, device: torch.device) -> Inputs:

@@ -46,7 +46,7 @@ from ..record_schema import PADDED
 from ..records import SCHEMA, lengths_file
 from ..runtime.backend import DTYPES, run
 from ..runtime.gpu import GpuBackend
-from ..step import Step, are_few_with
+from ..step import Step, few_with
 from .cells import build_all, time_apart
 from .comparison import agreeing
 from .device_state import git_state, versions
@@ -120,7 +120,7 @@ def chosen_steps(steps: Sequence[Step], operation: Operation) -> Chosen:
     without = newest_first(operation, Step.is_candidate, "attention() takes without lengths")
     saving = newest_first(
         FORWARD,
-        lambda step: step.takes_lengths and not step.only_few_queries,
+        lambda step: step.takes_lengths and not step.few,
         "takes lengths of any number of queries",
     )
     return Chosen(with_lengths(operation), without[0], saving[0])
@@ -146,8 +146,8 @@ def measure_cell(backend: GpuBackend, chosen: Chosen, case: Case, sequences: Seq
     shape = case.shape
     sizes = shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k
     window_right = 0 if case.causal else arguments["lengths"].window_right
-    few = are_few_with(arguments["lengths"]._replace(window_right=window_right), *sizes)
-    taken = next(step for step in chosen.steps if few >= step.only_few_queries)
+    few = few_with(arguments["lengths"]._replace(window_right=window_right), *sizes)
+    taken = next(step for step in chosen.steps if step.few in (None, few))
     steps = [taken, *(step for step in chosen.steps if step is not taken)]
     calls: dict[str, Callable[[], Outputs]] = {
         step.name: partial(run, backend, step, *inputs, **arguments) for step in steps

@@ -9,7 +9,7 @@ from ..text import listed
 from . import rows
 from .captions import inputs, missing, rounds, routes, skipped, states_of, summary
 from .columns import Cell, bold_from_one, heads, percent, shown, table_of
-from .derived import BANDWIDTH_BATCH, BANDWIDTH_KEYS, decode_ratios
+from .derived import BANDWIDTH_BATCH, BANDWIDTH_KEYS, decode_ratios, decode_step_figures
 from .record_set import NOT_MEASURED, STALE, RecordSet
 from .rows import Row
 
@@ -41,13 +41,14 @@ def _ratios(keys: str) -> Cell:
 
 
 def _conditions(record: dict) -> str:
-    step, *before = record["sources"]
+    *few, general = record["sources"]
     cells = record["cells"]
+    figures = decode_step_figures(record)
     gains = "".join(
-        f"; {step} over {name}: {summary(decode_ratios(record, name))}" for name in before
+        f"; {name} over {general}: {summary(decode_ratios(record, general, name))}" for name in few
     )
-    taken = " or ".join(dict.fromkeys(cell["taken"] for cell in cells))
-    if len({cell["taken"] for cell in cells}) > 1:
+    taken = " or ".join(name for name in record["sources"] if figures[name]["cells"])
+    if " or " in taken:
         taken = f"{taken}, as attention() takes one or the other,"
     keys = sorted({cell["seq_k"] for cell in cells})
     return (

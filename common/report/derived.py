@@ -24,26 +24,13 @@ _, ULYSSES, ONE_GPU, *CONTEXT_PARALLEL = SHARDED_ATTENTIONS
 BANK_COUNTS = ("accesses", "ideal", "wavefronts")
 # How many sequences, and from how many keys on, one query of each is held against a copy.
 BANDWIDTH_BATCH, BANDWIDTH_KEYS = 8, 8192
-# Of few queries on many keys: cells with a peer, the speed over the fastest peer's, in how many of
-# them it is slower; how many cells are of few queries, and the same of those; the smallest of
-# copy_shares(), the speed over the step before and where that is smallest, a copy's TB/s.
-DECODE_FIGURES = (
-    "cells",
-    "mean",
-    "smallest",
-    "smallest_cell",
-    "slower",
-    "few_cells",
-    "few_mean",
-    "few_slower",
-    "smallest_copy_share",
-    "gain",
-    "smallest_gain",
-    "smallest_gain_cell",
-    "copy_tb_per_s",
-)
 # Of ratios by cell, by _figures().
 _FIGURES = ("cells", "mean", "smallest", "smallest_cell", "slower")
+# Of few queries on many keys: _FIGURES of the speed over the fastest peer's; the smallest of
+# copy_shares(), and a copy's TB/s. And of a step, _FIGURES of the cells where attention() takes it,
+# and its speed there over that of the last step, and where that is smallest.
+DECODE_FIGURES = (*_FIGURES, "smallest_copy_share", "copy_tb_per_s")
+DECODE_STEP_FIGURES = (*_FIGURES, "gain", "smallest_gain", "smallest_gain_cell")
 # Of lengths: _FIGURES of the speed of the step that attention() takes over the fastest peer's, then
 # those of each of the groups of cells; the geometric mean of its speed over that of a step on
 # padded sequences, and where no sequence needs any padding.
@@ -201,13 +188,18 @@ def wide_ratios(record: dict) -> dict[str, float]:
     return {name: ratio for name, ratio in ratios_to_256(record, *steps).items() if name in wide}
 
 
-def decode_ratios(record: dict, over: str | None = None) -> dict[str, float]:
+def decode_ratios(
+    record: dict, over: str | None = None, taken: str | None = None
+) -> dict[str, float]:
     """Of few queries on many keys, by cell: the speed of the step that attention() takes over the
-    fastest peer's, or over that of the one that is named, where one was measured.
+    fastest peer's, or over that of the one that is named, where one was measured; of all cells, or
+    of those where it takes a certain step.
     """
     ratios = {}
     for cell in record["cells"]:
         step = cell["taken"]
+        if taken not in (None, step):
+            continue
         times_ms = {
             name: each["time_ms"] for name, each in cell["attentions"].items() if "time_ms" in each
         }
@@ -236,26 +228,27 @@ def copy_shares(record: dict) -> dict[str, float]:
 
 def decode_figures(record: dict) -> dict[str, float | str | None]:
     """Of a record of few queries on many keys, under DECODE_FIGURES; None where nothing is."""
-    ratios, shares = decode_ratios(record), copy_shares(record)
-    newest, *before = record["sources"]
-    gains = decode_ratios(record, over=before[0]) if before else {}
-    few = [
-        ratios[cell["name"]]
-        for cell in record["cells"]
-        if cell["name"] in ratios and cell["taken"] == newest
-    ]
-    gained = _figures(gains)
+    shares = copy_shares(record)
     return {
-        **_figures(ratios),
-        "few_cells": len(few),
-        "few_mean": _mean(few),
-        "few_slower": sum(ratio < 1 for ratio in few),
+        **_figures(decode_ratios(record)),
         "smallest_copy_share": min(shares.values(), default=None),
-        "gain": gained["mean"],
-        "smallest_gain": gained["smallest"],
-        "smallest_gain_cell": gained["smallest_cell"],
         "copy_tb_per_s": record["copy_bytes_per_second"] / 1e12,
     }
+
+
+def decode_step_figures(record: dict) -> dict[str, dict[str, float | str | None]]:
+    """Likewise of each of its steps, under DECODE_STEP_FIGURES."""
+    *_, general = record["sources"]
+    found = {}
+    for step in record["sources"]:
+        gained = _figures(decode_ratios(record, general, step))
+        found[step] = {
+            **_figures(decode_ratios(record, taken=step)),
+            "gain": gained["mean"],
+            "smallest_gain": gained["smallest"],
+            "smallest_gain_cell": gained["smallest_cell"],
+        }
+    return found
 
 
 def _figures(ratios: dict[str, float]) -> dict[str, float | str | None]:

@@ -25,6 +25,7 @@
     train.ours.loss, train.sdpa.ms_per_step              of the training on attention(), on torch's
     training_speed.llama.ours.time_ms                    of a workload on attention() or a peer
     decode.mean, decode.smallest_cell    of derived.DECODE_FIGURES, of few queries on many keys
+    decode.v13.mean                      of derived.DECODE_STEP_FIGURES, where v13 is taken
     decode.d128_b8_h32_kv8_q1_8192.v13.time_ms    of a cell of these
     lengths.packed_mean                  of derived.LENGTHS_FIGURES, of packed sequences and windows
     lengths.d128_h16_ragged.v14.tflops   of a cell of these
@@ -61,9 +62,11 @@ from ..record_schema import RING, SHARES, WORKLOADS
 from . import utilisation
 from .derived import (
     DECODE_FIGURES,
+    DECODE_STEP_FIGURES,
     LARGE_HEAD_DIM_FIGURES,
     LENGTHS_FIGURES,
     decode_figures,
+    decode_step_figures,
     derived,
     large_head_dim_figures,
     lengths_figures,
@@ -92,17 +95,26 @@ _TIMES = {"time_ms", "time_p25_ms", "time_p75_ms", "tflops", "ms_per_step"}
 
 @dataclass(frozen=True)
 class _Compared:
-    """A record's figures, what computes them, its problems by cell, and a number of a cell."""
+    """A record's figures, what computes them, its problems by cell, and a number of a cell; and
+    figures of each of its steps, where there are some.
+    """
 
     figures: tuple[str, ...]
     derive: Callable[[dict], dict]
     problems: Mapping[str, object]
     example: str
+    step_figures: tuple[str, ...] = ()
+    derive_by_step: Callable[[dict], dict] = dict
 
 
 _COMPARED = {
     "decode": _Compared(
-        DECODE_FIGURES, decode_figures, DECODE, "d128_b8_h32_kv8_q1_8192.v13.time_ms"
+        DECODE_FIGURES,
+        decode_figures,
+        DECODE,
+        "d128_b8_h32_kv8_q1_8192.v13.time_ms",
+        DECODE_STEP_FIGURES,
+        decode_step_figures,
     ),
     "lengths": _Compared(LENGTHS_FIGURES, lengths_figures, LENGTHS, "d128_h16_ragged.v14.tflops"),
     "lengths_backward": _Compared(
@@ -330,12 +342,18 @@ def _speed_number(speed: Whole | None, keys: list[str], text: str) -> _Value:
 def _compared_number(kind: str, whole: Whole | None, keys: list[str], text: str) -> _Value:
     """Of a record whose cells compare attentions, or of the figures that follow from all cells."""
     compared = _COMPARED[kind]
-    if len(keys) not in (1, 3):
+    of_step = len(keys) == 2 and bool(compared.step_figures)
+    if len(keys) not in (1, 3) and not of_step:
         examples = f"'{kind}.mean' or '{kind}.{compared.example}'"
         raise UsageError(f"'{text}' does not read like {examples}")
-    _require(keys[0], list(compared.figures if len(keys) == 1 else compared.problems), text)
+    if of_step:
+        _require(keys[1], list(compared.step_figures), text)
+    else:
+        _require(keys[0], list(compared.figures if len(keys) == 1 else compared.problems), text)
     if whole is None or whole.stale:
         raise _Unavailable(STALE if whole else NOT_MEASURED)
+    if of_step:
+        return _walk(compared.derive_by_step(whole.record), lambda _: {}, keys, text)
     if len(keys) == 1:
         return _walk(compared.derive(whole.record), lambda _: {}, keys, text)
     name, *rest = keys

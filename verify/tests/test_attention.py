@@ -14,6 +14,7 @@ from common.lengths import Lengths
 from common.operation import BACKWARD, FORWARD, OPERATIONS, Operation
 from common.operator import highest_step
 from common.runtime.cpu import CpuBackend
+from common.step import FEW_QUERIES, FEW_WORK_TILES
 from verify.layouts import contiguous, transposed
 from verify.reference import attention_reference
 
@@ -23,7 +24,7 @@ NEWEST = [
     step.name
     for step in all_steps()
     if step.operation == FORWARD
-    and (step.is_candidate() or step.only_few_queries)
+    and (step.is_candidate() or step.few == FEW_QUERIES)
     and not step.takes_lengths
 ][-1]
 
@@ -60,16 +61,18 @@ def test_a_step_of_another_ladder_is_not_taken(monkeypatch) -> None:
     assert highest_step(CpuBackend(), FORWARD, inputs, causal=False) is first
 
 
-def test_a_step_for_few_queries_is_taken_only_for_them(monkeypatch) -> None:
+def test_a_step_for_few_queries_or_work_tiles_is_taken_only_for_them(monkeypatch) -> None:
     first = find_step("v01")
-    few = replace(first, name="v98", only_few_queries=True)
-    monkeypatch.setattr("common.operator.all_steps", lambda: (first, few))
+    few = replace(first, name="v98", few=FEW_QUERIES)
+    tiles = replace(first, name="v99", few=FEW_WORK_TILES)
+    monkeypatch.setattr("common.operator.all_steps", lambda: (first, few, tiles))
     own, shared = (torch.zeros(1, heads, 3, 8) for heads in (4, 2))
     many = own[:, :, :1].expand(-1, -1, 2000, -1)
     for k, seq_q, step in (
         (own, 1, first),
         (many, 1, few),
-        (many, 1000, few),
+        (many, 128, few),
+        (many, 129, tiles),
         (many, 10000, first),
         (shared, 64, few),
         (shared, 65, first),

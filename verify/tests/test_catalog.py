@@ -18,7 +18,17 @@ from common.paths import ROOT
 from common.problem import Specialization
 from common.report.markdown import regenerate
 from common.runtime.backend import DTYPE_NAMES
-from common.step import ARCHITECTURES, DTYPES, Parts, are_few, are_few_with, read_step
+from common.step import (
+    ARCHITECTURES,
+    DTYPES,
+    FEW_QUERIES,
+    FEW_WORK_TILES,
+    Parts,
+    are_few,
+    few_of,
+    few_with,
+    read_step,
+)
 from verify.check import main as check
 
 NAMES = [step.name for step in all_steps()]
@@ -53,8 +63,9 @@ MALFORMED = {
     "not taken": (
         lambda path: replace(path, "// why:", "// taken: seldom\n// why:"),
         'must read like "only with deterministic=True; why", "only for lengths and windows; why", '
-        '"only for large head_dim; why" or, of a forward step, "only for few queries; why" or '
-        "\"only for few queries with lengths or windows; why\", not 'seldom'",
+        '"only for large head_dim; why" or, of a forward step, "only for few queries; why", "only '
+        'for few work tiles; why" or "only for few queries with lengths or windows; why", not '
+        "'seldom'",
     ),
     "no parts": (
         lambda path: replace(path, "// why:", "// parts: some\n// why:"),
@@ -279,25 +290,32 @@ def test_wrong_limits_are_one_clear_line(tmp_path, old, new, told):
     [
         ("", None),
         ("\n// taken: only with deterministic=True; slower", "only_deterministic"),
-        ("\n// taken: only for few queries; for more,\n//     slower", "only_few_queries"),
         ("\n// taken: only for lengths and windows; slower", "takes_lengths"),
         ("\n// taken: only for large head_dim; else slower", "only_large_head_dim"),
     ],
 )
 def test_where_a_step_is_taken(tmp_path, taken, condition):
     step = read_step(write(tmp_path, LIMITS + taken))
-    conditions = "only_deterministic", "only_few_queries", "takes_lengths", "only_large_head_dim"
-    for each in conditions:
+    for each in ("only_deterministic", "takes_lengths", "only_large_head_dim"):
         assert getattr(step, each) is (each == condition)
+    assert step.few is None
     assert step.is_candidate() == (condition is None)
     assert step.is_candidate(deterministic=True) == (condition in (None, "only_deterministic"))
+
+
+@pytest.mark.parametrize("few", [FEW_QUERIES, FEW_WORK_TILES])
+def test_a_step_may_be_taken_for_few(tmp_path, few):
+    step = read_step(write(tmp_path, LIMITS + f"\n// taken: only {few}; for more,\n//     slower"))
+    assert step.few == few
+    assert not step.takes_lengths
+    assert not step.is_candidate()
 
 
 def test_a_step_may_be_taken_for_few_queries_with_lengths(tmp_path):
     step = read_step(
         write(tmp_path, LIMITS + "\n// taken: only for few queries with lengths or windows; slower")
     )
-    assert step.only_few_queries
+    assert step.few == FEW_QUERIES
     assert step.takes_lengths
     assert not step.is_candidate()
 
@@ -308,6 +326,7 @@ def test_a_step_may_be_taken_for_few_queries_with_lengths(tmp_path):
         "only for few queries with lengths or windows",
         "only for few queries",
         "only for few queries;",
+        "only for few work tiles with lengths or windows; slower",
         "for few queries; slower",
         "only for many queries; slower",
         "only with deterministic=True, only for few queries; slower",
@@ -321,14 +340,16 @@ def test_a_step_may_be_taken_for_few_queries_with_lengths(tmp_path):
 def test_a_wrong_taken_is_one_clear_line(tmp_path, wrong):
     told = (
         "v99_x.cu: 'taken:' must .* \"only for large head_dim; why\" or, of a forward step, "
-        '"only for few queries; why" or "only for few queries with lengths or windows; why", '
-        f"not '{wrong}'$"
+        '"only for few queries; why", "only for few work tiles; why" or "only for few queries with '
+        f"lengths or windows; why\", not '{wrong}'$"
     )
     with pytest.raises(UsageError, match=told):
         read_step(write(tmp_path, f"{LIMITS}\n// taken: {wrong}"))
 
 
-@pytest.mark.parametrize("few", ["few queries", "few queries with lengths or windows"])
+@pytest.mark.parametrize(
+    "few", ["few queries", "few work tiles", "few queries with lengths or windows"]
+)
 def test_no_backward_step_is_for_few_queries(tmp_path, few):
     """Its lookup does not depend on their number."""
     path = write(tmp_path, f"{LIMITS}\n// taken: only for {few}; slower")
@@ -374,6 +395,42 @@ def test_queries_are_few(shape, few):
     assert are_few(*shape) is few
 
 
+@pytest.mark.parametrize(
+    ("shape", "few"),
+    [
+        # 32 heads on 8, 128 queries of each: 32 work tiles, whose keys are worth cutting.
+        ((1, 32, 8, 128, 1268, 128, False), FEW_WORK_TILES),
+        ((1, 32, 8, 128, 1268, 64, True), FEW_WORK_TILES),
+        ((1, 32, 8, 128, 1267, 256, False), None),
+        # 128 rows share keys, or more.
+        ((1, 32, 8, 32, 131072, 128, False), FEW_QUERIES),
+        ((1, 32, 8, 33, 131072, 128, False), FEW_WORK_TILES),
+        ((1, 16, 16, 128, 131072, 128, False), FEW_QUERIES),
+        ((1, 16, 16, 129, 131072, 128, False), FEW_WORK_TILES),
+        # 99 work tiles at most, of 128 queries, or up to head_dim 96 of 192.
+        ((1, 33, 11, 384, 131072, 128, False), FEW_WORK_TILES),
+        ((1, 33, 11, 385, 131072, 128, True), None),
+        ((1, 33, 11, 576, 131072, 96, False), FEW_WORK_TILES),
+        ((1, 33, 11, 577, 131072, 96, False), None),
+        # More, in up to four rounds that are nine tenths full.
+        ((8, 32, 8, 128, 8192, 128, False), FEW_WORK_TILES),
+        ((8, 32, 8, 128, 8191, 128, False), None),
+        ((8, 32, 8, 128, 4096, 256, False), FEW_WORK_TILES),
+        ((8, 32, 8, 128, 131072, 128, True), None),
+        ((8, 32, 8, 128, 131072, 96, False), None),
+        ((8, 64, 8, 128, 8192, 128, False), FEW_WORK_TILES),
+        ((1, 237, 79, 128, 131072, 128, False), None),
+        ((1, 240, 80, 128, 131072, 128, False), FEW_WORK_TILES),
+        ((1, 528, 88, 128, 131072, 128, False), FEW_WORK_TILES),
+        ((1, 530, 106, 128, 131072, 128, False), None),
+        ((1, 132, 11, 128, 131072, 128, False), None),  # one round: v12 cuts nothing
+        ((4, 16, 16, 4096, 4096, 128, False), None),
+    ],
+)
+def test_what_a_call_has_few_of(shape, few):
+    assert few_of(*shape) == few
+
+
 STARTS = torch.zeros(9, dtype=torch.int32)  # of 8 sequences
 USED = Lengths(seqused_k=STARTS[:8])
 
@@ -402,7 +459,7 @@ USED = Lengths(seqused_k=STARTS[:8])
     ],
 )
 def test_queries_are_few_with_lengths(lengths, shape, few):
-    assert are_few_with(lengths, *shape) is few
+    assert few_with(lengths, *shape) == (FEW_QUERIES if few else None)
 
 
 @pytest.mark.parametrize(

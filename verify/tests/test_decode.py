@@ -13,30 +13,33 @@ import torch
 
 from common.bench import comparison, decode, resumed, timing
 from common.bench.peers import Peer
-from common.catalog import all_steps, step_before
+from common.catalog import all_steps
 from common.errors import NotEnoughMemoryError, UsageError
 from common.operation import FORWARD
 from common.problem import DECODE
 from common.record_schema import DECODE_RECORD, find_error
 from common.records import read_record, write_record
 from common.report import decode_table, rows
-from common.report.derived import DECODE_FIGURES, copy_shares, decode_figures, decode_ratios
+from common.report.derived import (
+    DECODE_FIGURES,
+    DECODE_STEP_FIGURES,
+    copy_shares,
+    decode_figures,
+    decode_ratios,
+    decode_step_figures,
+)
 from common.report.expressions import evaluate
 from common.report.markdown import REQUIRED_TABLES, render
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.gpu import GpuBackend
+from common.step import FEW_QUERIES, FEW_WORK_TILES
 from verify.cases import BF16, Case, Shape
 from verify.reference import attention_reference
 from verify.tests.fake_records import fake_decode
 
 V01, V02 = all_steps()[:2]
-NEWEST = [
-    step
-    for step in all_steps()
-    if step.operation == FORWARD
-    and (step.is_candidate() or step.only_few_queries)
-    and not step.takes_lengths
-][-1]
+STEPS = decode.decode_steps(all_steps())
+NEWEST = STEPS[0]
 TINY = Case("tiny", Shape(2, 4, 2, 3, 96, 64), BF16)
 SMALLEST, LARGEST = "d64_b1_h32_kv8_q1_1024", "d256_b64_h16_kv16_q128_131072"
 
@@ -154,7 +157,8 @@ def test_the_step_before_need_not_run(timed):
     assert find_error(with_cell(cell), DECODE_RECORD) is None
 
 
-FEW = replace(V02, only_few_queries=True)
+FEW = replace(V02, few=FEW_QUERIES)
+TILES = replace(V02, name="v03", few=FEW_WORK_TILES)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,8 @@ FEW = replace(V02, only_few_queries=True)
         ([FEW, V01], 65, "v01"),
         ([V02, V01], 65, "v02"),
         ([FEW], 65, "v02"),
+        ([TILES, FEW, V01], 64, "v02"),
+        ([TILES, FEW, V01], 65, "v01"),
     ],
 )
 def test_a_step_for_few_queries_is_taken_only_for_them(timed, steps, seq_q, taken):
@@ -216,7 +222,7 @@ def measure(monkeypatch, tmp_path) -> Callable[..., list[str]]:
     monkeypatch.setattr(resumed, "PROFILES_DIR", tmp_path / "profiles")
     monkeypatch.setattr(resumed, "BUILD_DIR", tmp_path / "build")
 
-    def run(until: int = 4, step=None) -> list[str]:
+    def run(until: int = 4) -> list[str]:
         measured = []
 
         def measure_cell(backend, steps, case):
@@ -230,9 +236,9 @@ def measure(monkeypatch, tmp_path) -> Callable[..., list[str]]:
         monkeypatch.setattr(decode, "measure_cell", measure_cell)
         if until < 4:
             with pytest.raises(KeyboardInterrupt):
-                decode.measure_decode(step)
+                decode.measure_decode()
         else:
-            assert decode.measure_decode(step) == tmp_path / "profiles/h200/decode.json"
+            assert decode.measure_decode() == tmp_path / "profiles/h200/decode.json"
         return measured
 
     return run
@@ -247,17 +253,18 @@ def test_record(measure, tmp_path):
     record = recorded(tmp_path)
     assert [cell["name"] for cell in record["cells"]] == [NAMES[0], NAMES[1], NAMES[3]]
     assert record["skipped"] == {NAMES[2]: "v13 needs more"}
-    before = step_before(NEWEST)
-    assert list(record["sources"]) == [NEWEST.name, before.name]
-    assert record["sources"][NEWEST.name] == {"code_sha256": NEWEST.code_sha256}
-    assert record["cells"][0]["steps"] == [NEWEST.name, before.name]
+    names = [step.name for step in STEPS]
+    assert record["sources"] == {step.name: {"code_sha256": step.code_sha256} for step in STEPS}
+    assert list(record["sources"]) == record["cells"][0]["steps"] == names
 
 
-def test_another_step_can_be_measured(measure, tmp_path):
-    measure(step=V02)
-    assert list(recorded(tmp_path)["sources"]) == ["v02", "v01"]
-    measure(step=V01)
-    assert list(recorded(tmp_path)["sources"]) == ["v01"]
+def test_steps_that_are_compared():
+    assert [step.few for step in STEPS] == [FEW_WORK_TILES, FEW_QUERIES, None]
+    assert all(step.operation == FORWARD and not step.takes_lengths for step in STEPS)
+    general = replace(V01, few=None)
+    newer = replace(FEW, name="v09")
+    assert decode.decode_steps([general, FEW, newer]) == [newer, general]
+    assert decode.decode_steps([replace(V01, draft="new"), V02]) == [V02]
 
 
 def test_an_interrupted_run_goes_on_and_loses_no_earlier_record(measure, tmp_path, capsys):
@@ -272,9 +279,10 @@ def test_an_interrupted_run_goes_on_and_loses_no_earlier_record(measure, tmp_pat
     assert measure() == NAMES
 
 
-def test_an_interrupted_run_of_other_code_begins_again(measure, tmp_path):
+def test_an_interrupted_run_of_other_code_begins_again(measure, monkeypatch):
     measure(until=2)
-    assert measure(step=V02) == NAMES
+    monkeypatch.setattr(decode, "steps_to_run", lambda: STEPS[1:])
+    assert measure() == NAMES
 
 
 def test_a_step_that_does_not_run_here_is_one_clear_line(measure, monkeypatch, tmp_path):
@@ -341,18 +349,33 @@ def test_ratios_are_of_the_step_that_attention_takes():
     assert not decode_ratios(record, "v01")
 
 
-def test_figures_of_few_queries():
-    figures = decode_figures(fake_of_two())
-    assert {key: figures[key] for key in ("cells", "slower", "few_cells", "few_slower")} == {
-        "cells": 276,
-        "slower": 69,
-        "few_cells": 207,
-        "few_slower": 0,
+def test_figures_of_steps():
+    figures = decode_step_figures(fake_of_two())
+    assert list(figures) == ["v02", "v01"]
+    assert {*map(tuple, figures.values())} == {DECODE_STEP_FIGURES}
+    first = "d64_b1_h32_kv8_q{}_1024".format
+    assert figures["v02"] == {
+        "cells": 207,
+        "mean": pytest.approx((2 * 1.5 * 1.5) ** (1 / 3)),
+        "smallest": 1.5,
+        "smallest_cell": first(4),
+        "slower": 0,
+        "gain": pytest.approx(3.0),
+        "smallest_gain": pytest.approx(3.0),
+        "smallest_gain_cell": first(1),
     }
-    few_mean = (2 * 1.5 * 1.5) ** (1 / 3)
-    assert figures["few_mean"] == pytest.approx(few_mean)
-    assert figures["mean"] == pytest.approx((few_mean**3 * 0.8 / 3) ** (1 / 4))
-    assert (figures["smallest"], figures["gain"]) == pytest.approx((0.8 / 3, 3.0))
+    assert figures["v01"] == {
+        "cells": 69,
+        "mean": pytest.approx(0.8 / 3),
+        "smallest": pytest.approx(0.8 / 3),
+        "smallest_cell": first(128),
+        "slower": 69,
+        "gain": None,
+        "smallest_gain": None,
+        "smallest_gain_cell": None,
+    }
+    mean = (2 * 1.5 * 1.5 * 0.8 / 3) ** (1 / 4)
+    assert decode_figures(fake_of_two())["mean"] == pytest.approx(mean)
 
 
 def test_figures():
@@ -366,20 +389,13 @@ def test_figures():
         "smallest": 0.8,
         "smallest_cell": "d64_b1_h32_kv8_q128_1024",
         "slower": 69,
-        "few_cells": 276,  # of all of them v02 is taken
-        "few_mean": pytest.approx(mean),
-        "few_slower": 69,
         "smallest_copy_share": pytest.approx(0.7),
-        "gain": pytest.approx(3.0),
-        "smallest_gain": pytest.approx(3.0),
-        "smallest_gain_cell": record["cells"][0]["name"],
         "copy_tb_per_s": 4.0,
     }
     for cell in record["cells"]:
         cell["attentions"] = {name: cell["attentions"][name] for name in ("v02",)}
     alone = decode_figures(record)
     assert (alone["cells"], alone["mean"], alone["smallest_cell"]) == (0, None, None)
-    assert (alone["few_cells"], alone["few_mean"], alone["gain"]) == (0, None, None)
 
 
 def test_rows():
@@ -463,10 +479,12 @@ def test_tables_without_numbers(record_set, tmp_path):
         ("decode.slower", "69"),
         ("decode.cells - decode.slower : .0f", "207"),
         ("decode.smallest_copy_share : .0%", "70%"),
-        ("decode.few_cells", "276"),
-        ("decode.few_mean : .3f", "1.377"),
-        ("decode.few_slower", "69"),
-        ("decode.gain : .1f", "3.0"),
+        ("decode.v02.cells", "276"),  # of all of them v02 is taken
+        ("decode.v02.mean : .3f", "1.377"),
+        ("decode.v02.slower", "69"),
+        ("decode.v02.gain : .1f", "3.0"),
+        ("decode.v01.gain : .1f", "not measured"),
+        ("h100 decode.v02.gain : .1f", "not measured"),
         ("decode.copy_tb_per_s : .1f", "4.0"),
         ("h200 decode.mean : .3f", "1.377"),
         ("h100 decode.mean : .3f", "not measured"),
@@ -485,7 +503,9 @@ def test_expression(record_set, expression, text):
     ("expression", "told"),
     [
         ("decode", "does not read like 'decode.mean'"),
-        ("decode.mean.v02", "does not read like 'decode.mean' or 'decode.d128_"),
+        ("decode.v02.mean.x.y", "does not read like 'decode.mean' or 'decode.d128_"),
+        ("decode.mean.v02", "no 'v02'; there are cells, mean, smallest"),
+        ("decode.v03.mean", "no 'v03'; there are v02, v01"),
         (f"decode.{SMALLEST}", "no 'd64_b1_h32_kv8_q1_1024'; there are cells, mean, smallest"),
         ("decode.mean.v02.time_ms", "no 'mean'; there are d64_b1_h32_kv8_q1_1024, "),
         (f"decode.{SMALLEST}.v03.time_ms", "no 'v03'; there are v02, v01, sdpa_cudnn, "),
@@ -523,5 +543,6 @@ def test_small_cells_on_a_gpu(monkeypatch, tmp_path):
     assert not record["skipped"]
     for cell in record["cells"]:
         assert "missing" not in cell["attentions"][NEWEST.name]
-        assert 0 <= cell["attentions"][step_before(NEWEST).name]["difference"] < 0.01
+        for step in STEPS[1:]:
+            assert 0 <= cell["attentions"][step.name]["difference"] < 0.01
     assert 0.1e12 < record["copy_bytes_per_second"] < 100e12

@@ -20,6 +20,7 @@ from common.report import plots, tables
 from common.report.expressions import evaluate
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.gpu import GpuBackend
+from common.step import FEW_QUERIES
 from verify.cases import BF16, Case, Shape, find_cases
 from verify.reference import oracle_of
 from verify.tests.drawings import clashes, dots, texts
@@ -393,7 +394,9 @@ def test_ratio_is_of_the_step_that_attention_takes(record_set):
     ladder = replace(records, steps=steps).of(FORWARD)
     assert (ladder.taken(), ladder.taken(deterministic=True)) == (("v01",), ("v02",))
     assert ratios(tables.grid(ladder))[0] == "0.500 ×"
-    steps = tuple(replace(step, only_few_queries=step.name == "v02") for step in records.steps)
+    steps = tuple(
+        replace(step, few=FEW_QUERIES if step.name == "v02" else None) for step in records.steps
+    )
     assert replace(records, steps=steps).of(FORWARD).taken() == ("v01",)
 
 

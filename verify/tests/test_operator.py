@@ -24,6 +24,7 @@ from common import operator as op
 from common.catalog import all_steps
 from common.paths import ROOT
 from common.runtime.launch import LaunchDescriptor
+from common.step import FEW_QUERIES
 from verify.cases import BF16
 from verify.layouts import contiguous, padded, transposed
 
@@ -332,7 +333,7 @@ def test_what_a_step_depends_on_is_looked_up(prepared) -> None:
 
 
 def test_few_queries_may_have_a_step_of_their_own(prepared, monkeypatch) -> None:
-    steps = (OLDEST, replace(OLDEST, name="v98", only_few_queries=True))
+    steps = (OLDEST, replace(OLDEST, name="v98", few=FEW_QUERIES))
     monkeypatch.setattr(op, "all_steps", lambda: steps)
     q, k, v = make_inputs()  # two heads that share keys
     longer = q.repeat(1, 1, 8, 1)

@@ -35,6 +35,7 @@ from common.report.expressions import evaluate
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
+from common.step import FEW_QUERIES
 from verify.tests.fake_records import B_STEP, V_STEP, fake_training_speed
 
 SDPA = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
@@ -42,7 +43,7 @@ TINY_LAYER = Problem(Shape(1, 4, 2, 33, 33, 16), "bf16", causal=True)
 TINY_LLAMA = replace(TINY_PLAN, size=LlamaSize(1, 4, 16, 32, kv_heads=2, mlp_width=96))
 TEXT = read_text([TINY_TEXT])
 # What attention() takes for the few queries of a tiny model, where heads share keys.
-FEW_STEP = [step for step in all_steps() if step.only_few_queries and not step.takes_lengths][-1]
+FEW_STEP = [s for s in all_steps() if s.few == FEW_QUERIES and not s.takes_lengths][-1]
 
 
 @pytest.fixture
