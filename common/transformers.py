@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from inspect import getclosurevars
 from itertools import groupby
@@ -12,11 +11,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_map_only
 
 from .errors import UsageError
 from .functional import attention, attention_varlen
 from .lengths import UNLIMITED, Lengths
+from .masks import CAUSAL, FULL, CacheMask, LazyMask, Segment, SegmentMask, Window
 from .operation import BACKWARD, FORWARD
 from .operator import backend_of, highest_step
 from .runtime.backend import DTYPE_NAMES
@@ -24,6 +23,7 @@ from .step import HEAD_DIMS, is_large
 
 NAME = "attention_worklog"
 OLDEST = (5, 4)  # the first to give a mask's function the offset of the queries
+HOLES = "a sequence's padding mask has holes"
 
 _told: set[str] = set()  # the reasons that have had their warning
 
@@ -42,14 +42,21 @@ def register() -> None:
     with the same padding: such a call is small, and a batch of many different lengths takes its
     time from the number of calls.
 
+    On a static cache it is one call that is given all of the cache, and seqused_k: only the GPU
+    knows how much is written. What generate() compiles has the same graph for all lengths, and so
+    has a model that is compiled as a whole, where there is neither padding nor a window. Where no
+    step takes lengths, several queries are a call on slices, for which the host waits.
+
     Whether a padding mask masks anything is read once per forward pass, not per layer (twice where
     only some layers have a window), and for that the host waits for the GPU, as it does for
-    transformers' own SDPA; without an attention_mask it does not. generate() always makes one.
+    transformers' own SDPA; without an attention_mask it does not. Older versions' generate()
+    always makes one, newer ones' where there is padding.
 
     What attention() does not compute, transformers' SDPA does, with a warning for each reason: any
     other mask (chunks shorter than the sequence, packed sequences, a padding mask with holes, one
-    that torch.compile traces, a decoding step on a static cache), a window shorter than the
-    sequence where no step takes it or has its gradients, dropout, a position bias, a paged cache,
+    that torch.compile traces, or a window on a static cache whose mask it traces), a window shorter
+    than the sequence where no step takes it or has its gradients, one query on a static cache where
+    no step takes lengths (float32, large heads), dropout, a position bias, a paged cache,
     output_attentions (SDPA does not return them either), and inputs outside of its limits.
     Logit softcapping and attention sinks are errors, since SDPA has neither.
 
@@ -72,72 +79,6 @@ def register() -> None:
         )
     transformers.AttentionInterface.register(NAME, attention_forward)
     transformers.AttentionMaskInterface.register(NAME, make_mask)
-
-
-Window = tuple[int, int]  # keys before and after its own that a query sees, UNLIMITED for all
-FULL, CAUSAL = (UNLIMITED, UNLIMITED), (UNLIMITED, 0)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive sequences of a batch, whose queries see no keys but these."""
-
-    sequences: int
-    queries: slice  # the others see no key
-    keys: slice
-
-    def limits(self, window: Window) -> Window:
-        """The window as attention() takes it: -1 for a side that reaches beyond these keys."""
-        first, last = (span.stop - span.start - 1 for span in (self.queries, self.keys))
-        left, right = window
-        return left if left < last else -1, right if right < first else -1
-
-
-class SegmentMask(Tensor):
-    """A mask [batch, 1, seq_q, seq_k] whose values are made only where an operator reads them.
-
-    dense() is the bool tensor that it stands for, True where a query sees a key. It is a tensor so
-    that models can treat it as one. attention_forward() looks at the segments and the window alone:
-    in each segment the last query is at the last key, unless the window is FULL.
-    """
-
-    @staticmethod
-    def __new__(cls, shape, device, segments, window, dense):
-        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.segments, mask.window, mask.dense = segments, window, dense
-        # Whether it hides a key that a full or a causal mask would show.
-        mask.is_window = any(s.limits(window) not in ((-1, -1), (-1, 0)) for s in segments)
-        mask.lengths = cache(partial(_lengths, segments, *shape[2:]))
-        return mask
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
-        args, kwargs = tree_map_only(cls, lambda mask: mask.dense(), (args, kwargs or {}))
-        return operator(*args, **kwargs)
-
-
-def _lengths(
-    segments: tuple[Segment, ...], seq_q: int, seq_k: int, device: torch.device, groups: int
-) -> tuple[Tensor, ...]:
-    """cu_seqlens_q, cu_seqlens_k and seqused_k of what _pack() returns.
-
-    Each sequence is three: what it sees and is seen of it, and what lies before and behind that,
-    whose queries have no keys. The host does not wait for the GPU.
-    """
-    spans = [segment for segment in segments for _ in range(segment.sequences * groups)]
-    values = [0]
-    for i, span in enumerate(spans):
-        values += (i * seq_q + end for end in (span.queries.start, span.queries.stop, seq_q))
-    values.append(0)
-    for i, span in enumerate(spans):
-        values += (i * seq_k + end for end in (span.keys.start, span.keys.stop, seq_k))
-    for span in spans:
-        values += (0, span.keys.stop - span.keys.start, 0)
-    tensor = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-    ends = 3 * len(spans) + 1
-    return tensor.to(device, non_blocking=True).split([ends, ends, ends - 1])
 
 
 def make_mask(
@@ -169,11 +110,12 @@ def make_mask(
 
     Returns:
         None where all there is to know is whether the attention is causal, with the last query at
-        the last key; a SegmentMask where each sequence sees one run of keys, or a window of it;
-        else a bool tensor [batch, 1, seq_q, seq_k] with the reason as its attribute, or without
-        where torch.compile traces it.
+        the last key; a SegmentMask where each sequence sees one run of keys, or a window of it; a
+        CacheMask likewise where the host is not to know how long the cache is; else a bool tensor
+        [batch, 1, seq_q, seq_k] with the reason as its attribute, or without where torch.compile
+        traces it.
     """
-    from transformers.masking_utils import prepare_padding_mask, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
     dense = partial(
         sdpa_mask,
@@ -189,19 +131,35 @@ def make_mask(
         allow_is_bidirectional_skip=False,
         **options,
     )
+    shape = (batch_size, 1, q_length, kv_length)
+    on_gpu = isinstance(q_offset, Tensor)  # and only there, is how long the cache is
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if torch.compiler.is_compiling():  # which can neither read a tensor nor look into a closure
-        if not may_skip or isinstance(attention_mask, Tensor) or isinstance(q_offset, Tensor):
-            return dense()
+        causal = allow_is_causal_skip or mask_function is causal_mask_function
         end_q, end_k = q_offset + q_length, kv_offset + kv_length
-        is_short = local_size is None or max(end_q, end_k) <= local_size
-        return None if is_short and (end_q == end_k or not allow_is_causal_skip) else dense()
+        longest = end_k if on_gpu else max(end_q, end_k)
+        is_short = local_size is None or longest <= local_size
+        if not is_short or isinstance(attention_mask, Tensor):
+            return dense()
+        if may_skip and not on_gpu and (end_q == end_k or not causal):
+            return None
+        if causal and (on_gpu or end_q <= end_k):
+            return _cache_mask(shape, end_q - kv_offset, CAUSAL, device)
+        return dense()
     window = _window(mask_function, kv_offset + kv_length)
     if window is None:
         return _explained(dense(), "the mask is neither causal nor full, nor a window")
-    if q_length == 1 and not may_skip:
-        # generate() makes it for a model that it has compiled, and only the GPU knows its length.
-        return _explained(dense(), "transformers asks for a mask to decode on a static cache")
+    # generate() makes it outside of what it compiles: a decoding step, or a part of the prompt.
+    if window[1] == 0 and (on_gpu or (q_length == 1 and not may_skip)):
+        idle = _without_idle_sides(window, kv_length, 0, kv_length)
+        mask = _cache_mask(shape, q_offset + q_length - kv_offset, idle, device)
+        if attention_mask is None:
+            return mask
+        if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            return _explained(dense(), "no padding mask can be read while a CUDA graph is captured")
+        mask = _with_padding(mask, attention_mask, kv_offset)
+        if mask is not None:
+            return mask
     offset = int(q_offset) - kv_offset
     window = _without_idle_sides(window, kv_length, offset, offset + q_length)
     ends_together = offset + q_length == kv_length
@@ -218,9 +176,44 @@ def make_mask(
     else:
         runs = _runs(padding)
         if runs is None:
-            return _explained(dense(), "a sequence's padding mask has holes")
+            return _explained(dense(), HOLES)
     segments = _segments(runs, q_length, offset, window)
-    return SegmentMask((batch_size, 1, q_length, kv_length), device, segments, window, cache(dense))
+    return SegmentMask(shape, device, segments, window, cache(dense))
+
+
+@torch.compiler.allow_in_graph  # which cannot trace how a tensor's subclass is made
+def _cache_mask(
+    shape: tuple[int, ...], stop: int | Tensor, window: Window, device: torch.device | str
+) -> CacheMask:
+    """Of sequences that have all keys before stop, a tensor of one element where it is on a GPU."""
+    batch = shape[:1]
+    if isinstance(stop, Tensor):
+        stop = stop.int().expand(batch).contiguous()
+    else:
+        stop = torch.full(batch, stop, dtype=torch.int32, device=device)
+    return CacheMask(shape, stop, None, window)
+
+
+def _with_padding(mask: CacheMask, padding: Tensor, kv_offset: int) -> CacheMask | None:
+    """The mask without keys that are padding. None if a row of padding has holes, or ends before
+    the last of several queries.
+
+    padding: make_mask()'s attention_mask. The host waits for what it has to know of it.
+    """
+    from transformers.masking_utils import prepare_padding_mask
+
+    _, _, q_length, kv_length = mask.shape
+    seen = prepare_padding_mask(padding, kv_length, kv_offset)
+    first, stop, count = _ends(seen[:, kv_offset : kv_offset + kv_length])
+    has_last = first + count >= mask.stop
+    is_run = (count == stop - first) & (has_last | (q_length == 1))
+    all_runs, hides_none = torch.stack([(is_run | (count == 0)).all(), padding.all()]).tolist()
+    if not all_runs:
+        return None
+    stop = torch.where(has_last, mask.stop, 0)  # a query that is padding sees no key
+    # By all of the padding: which keys have slid out of a window must not change what is compiled.
+    start = None if hides_none else torch.minimum(first, stop).int()
+    return CacheMask(mask.shape, stop, start, mask.window)
 
 
 def _window(mask_function: Callable, end: int) -> Window | None:
@@ -271,15 +264,19 @@ def _explained(mask: Tensor, reason: str) -> Tensor:
 
 def _runs(padding: Tensor) -> list[tuple[int, int]] | None:
     """Of each row of padding [batch, seq_k], the first True and the end. None if one has holes."""
-    seen = padding.int()
-    first, beyond = seen.argmax(-1), seen.flip(-1).argmax(-1)
     runs = []
-    for start, after, count in torch.stack([first, beyond, seen.sum(-1)]).T.tolist():
-        stop = padding.shape[-1] - after
+    for start, stop, count in torch.stack(_ends(padding)).T.tolist():
         if count not in (0, stop - start):
             return None
         runs.append((start, start + count))
     return runs
+
+
+def _ends(padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of padding [batch, seq_k]: the first True, the end of the last, how many."""
+    seen = padding.int()
+    stop = padding.shape[-1] - seen.flip(-1).argmax(-1)
+    return seen.argmax(-1), stop, seen.sum(-1)
 
 
 def _segments(
@@ -330,6 +327,11 @@ def attention_forward(
                 'attn_implementation="eager"'
             )
     reason = _refusal(query, key, value, attention_mask, dropout, options)
+    # A decoding step may be one of many that the host has ahead of the GPU, or captures.
+    can_wait = query.shape[2] > 1 and not torch.compiler.is_compiling()
+    if reason and can_wait and isinstance(attention_mask, CacheMask):
+        attention_mask = _in_segments(attention_mask)
+        reason = _refusal(query, key, value, attention_mask, dropout, options)
     if reason:
         return _fall_back(
             reason,
@@ -344,9 +346,12 @@ def attention_forward(
             **options,
         )
     if attention_mask is not None:
-        many = len(attention_mask.segments) > 1
-        packs = many and _refusal_of_lengths(query, key, value) is None
-        attend = _attend_packed if packs else _attend_segments
+        if isinstance(attention_mask, CacheMask):
+            attend = _attend_cache if attention_mask.start is None else _attend_packed
+        else:
+            many = len(attention_mask.segments) > 1
+            packs = many and _refusal_of_lengths(query, key, value) is None
+            attend = _attend_packed if packs else _attend_segments
         return attend(query, key, value, attention_mask, scaling), None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -364,7 +369,7 @@ def _refusal(
     options: dict[str, object],
 ) -> str | None:
     """Why attention() cannot compute this, or None."""
-    if mask is not None and not isinstance(mask, SegmentMask):
+    if mask is not None and not isinstance(mask, LazyMask):
         return getattr(mask, "reason", "the mask is the model's own, or torch.compile traces it")
     if mask is not None and mask.shape != (*key.shape[:1], 1, query.shape[2], key.shape[2]):
         return "the mask has not the shape of the attention"
@@ -395,10 +400,14 @@ def _refusal(
         return "q, k and v must have the same batch"
     if any(t.stride(3) != 1 for t in (query, key, value)):
         return "the last dimension of q, k and v must be contiguous"
-    if mask is not None and mask.is_window:
-        reason = _refusal_of_lengths(query, key, value)
-        return reason and f"the window is shorter than the sequence, and {reason}"
-    return None
+    if isinstance(mask, CacheMask):
+        why = "only the GPU knows how long a static cache is"
+    elif mask is not None and mask.is_window:
+        why = "the window is shorter than the sequence"
+    else:
+        return None
+    reason = _refusal_of_lengths(query, key, value)
+    return reason and f"{why}, and {reason}"
 
 
 def _refusal_of_lengths(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -450,7 +459,7 @@ def _fall_back(reason: str, module, query, key, value, mask, **options) -> tuple
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     _warn(reason)
-    if isinstance(mask, SegmentMask):
+    if isinstance(mask, LazyMask):
         mask = mask.dense()
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
@@ -460,6 +469,29 @@ def _warn(reason: str) -> None:
     if reason not in _told:
         _told.add(reason)
         warnings.warn(f"{NAME} leaves this to transformers' SDPA: {reason}", stacklevel=2)
+
+
+def _attend_cache(
+    query: Tensor, key: Tensor, value: Tensor, mask: CacheMask, scaling: float | None
+) -> Tensor:
+    """One call: [batch, seq_q, heads, v_head_dim]."""
+    stop = mask.stop.to(query.device)
+    o = attention(query, key, value, window=mask.window, seqused_k=stop, softmax_scale=scaling)
+    return o.transpose(1, 2).contiguous()
+
+
+def _in_segments(mask: CacheMask) -> SegmentMask:
+    """The same mask of several queries. The host waits for it once, and not in each layer."""
+    if mask.in_segments is None:
+        start = torch.zeros_like(mask.stop) if mask.start is None else mask.start
+        runs = torch.stack([start, mask.stop]).T.tolist()
+        q_length = mask.shape[2]
+        offset = max(stop for _, stop in runs) - q_length
+        segments = _segments(runs, q_length, offset, mask.window)
+        mask.in_segments = SegmentMask(
+            mask.shape, mask.device, segments, mask.window, cache(mask.dense)
+        )
+    return mask.in_segments
 
 
 def _attend_segments(
@@ -482,7 +514,7 @@ def _attend_segments(
 
 
 def _attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, mask: SegmentMask, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: SegmentMask | CacheMask, scaling: float | None
 ) -> Tensor:
     """The same in one call."""
     batch, heads, seq_q, _ = query.shape

@@ -6,14 +6,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
 import common.transformers as integration
-from common import UsageError
+from common import UsageError, operator
+from common.cache import Cache
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 
@@ -392,9 +393,9 @@ def generate(model, inputs: dict[str, Tensor], **options) -> tuple[Tensor, Tenso
     return result.sequences[:, -NEW_TOKENS:], torch.stack(result.logits, 1).double()
 
 
-def generation_error(model, exact, inputs: dict[str, Tensor]) -> tuple[Tensor, float]:
+def generation_error(model, exact, inputs: dict[str, Tensor], **options) -> tuple[Tensor, float]:
     """The tokens, and the error of their logits, where the other model is given these tokens."""
-    tokens, logits = generate(model, inputs)
+    tokens, logits = generate(model, inputs, **options)
     key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     longer = inputs | {key: torch.cat([inputs[key], tokens], 1)}
     if "attention_mask" in inputs:
@@ -409,14 +410,15 @@ def generation_error(model, exact, inputs: dict[str, Tensor]) -> tuple[Tensor, f
 
 
 def compare_generation(
-    make: Callable, inputs: dict[str, Tensor], device: str, dtype: torch.dtype
+    make: Callable, inputs: dict[str, Tensor], device: str, dtype: torch.dtype, **options
 ) -> None:
     """generate() on a cache, as in compare_logits()."""
     inputs = {key: t.to(device) for key, t in inputs.items()}
     exact = as_(build(make, device), "sdpa", torch.float64)
-    expected, sdpa = generation_error(as_(build(make, device), "sdpa", dtype), exact, inputs)
+    model = as_(build(make, device), "sdpa", dtype)
+    expected, sdpa = generation_error(model, exact, inputs, **options)
     model = as_(build(make, device), integration.NAME, dtype)
-    tokens, ours = generation_error(model, exact, inputs)
+    tokens, ours = generation_error(model, exact, inputs, **options)
     assert ours <= 2 * sdpa
     if dtype == torch.float32:
         assert torch.equal(tokens, expected)
@@ -501,17 +503,198 @@ def test_queries_go_on_from_a_cache(make, device: str, dtype: torch.dtype, calls
     assert (TOKENS - 12, keys) in {(q.shape[2], k.shape[2]) for q, k, _ in calls}
 
 
-def test_prefill_of_a_static_cache(calls) -> None:
-    """Its keys beyond the prompt are no keys yet. Decoding on it is SDPA's."""
-    inputs = make_inputs("llama64") | {"attention_mask": padding_mask("left")}
-    model = as_(build(llama), integration.NAME, torch.float32)
-    expected, _ = generate(model, inputs)
-    calls.clear()
-    with pytest.warns(UserWarning, match="to decode on a static cache") as told:
-        found, _ = generate(model, inputs, cache_implementation="static")
-    assert len(told) == 1
-    assert torch.equal(found, expected)
-    assert {(q.shape[2], k.shape[2]) for q, k, _ in calls} == {(n, n) for n in (13, 20, 19)}
+def multi_head():
+    return llama(num_key_value_heads=2)
+
+
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+ON_STATIC_CACHE = {"llama64": llama, "multi-head": multi_head, "gpt2": gpt2, "whisper": whisper}
+ON_STATIC_CACHE |= {"mistral": mistral, "gemma3": gemma3}
+
+
+@pytest.mark.parametrize("side", ["no padding", "left"])
+@pytest.mark.parametrize("name", ON_STATIC_CACHE)
+@pytest.mark.parametrize(("device", "dtype"), WITH_LENGTHS)
+def test_generation_on_a_static_cache(
+    name: str, side: str, device: str, dtype: torch.dtype, calls, packed_calls
+) -> None:
+    """Each call for a new token is given all of the cache, however much of it is written."""
+    inputs = make_inputs(name)
+    if side == "left":
+        if name == "whisper":
+            pytest.skip("its decoder is given no padding")
+        inputs["attention_mask"] = padding_mask(side)
+    compare_generation(ON_STATIC_CACHE[name], inputs, device, dtype, **STATIC)
+    reserved = TOKENS + NEW_TOKENS - 1
+    keys = {"mistral": [WINDOW] * 2, "gemma3": [WINDOW, reserved], "whisper": [reserved, 26]}
+    if side == "left":  # packed: for each head of keys, as there are fewer queries
+        assert {q.shape[2] for q, _, _ in calls} <= {TOKENS}
+        found = [len(k) // len(q) for q, k, _ in packed_calls if len(q) <= 3 * 2]
+    else:
+        assert not packed_calls
+        found = [k.shape[2] for q, k, _ in calls if q.shape[2] == 1]
+    assert found == keys.get(name, [reserved] * 2) * (NEW_TOKENS - 1)
+
+
+@pytest.mark.parametrize("tokens", [WINDOW - 2, WINDOW - 1])
+@pytest.mark.parametrize(("device", "dtype"), WITH_LENGTHS)
+def test_a_static_window_that_is_not_full(
+    tokens: int, device: str, dtype: torch.dtype, calls
+) -> None:
+    inputs = {"input_ids": random_tokens()[:, :tokens]}
+    compare_generation(mistral, inputs, device, dtype, **STATIC)
+    assert {k.shape[2] for q, k, _ in calls if q.shape[2] == 1} == {WINDOW}
+
+
+@pytest.mark.parametrize("side", ["no padding", "left"])
+@pytest.mark.parametrize(("make", "step"), [(llama, "v16"), (multi_head, "v14")])
+def test_the_step_of_a_static_cache(make, step: str, side: str, monkeypatch) -> None:
+    """As are_few_with() says: these caches are short, but heads that share keys are few queries."""
+    taken = set()
+    choose = operator._choose
+
+    def spy(operation, inputs, causal, name, deterministic, lengths=None, **options):
+        chosen = choose(operation, inputs, causal, name, deterministic, lengths, **options)
+        if lengths is not None:
+            taken.add(chosen.step.name)
+        return chosen
+
+    monkeypatch.setattr(operator, "_calls", Cache())
+    monkeypatch.setattr(operator, "_choose", spy)
+    inputs = {"input_ids": random_tokens()}
+    if side == "left":
+        inputs["attention_mask"] = padding_mask(side)[:1].expand(3, -1)  # no lengths in the prompt
+    generate(as_(build(make), integration.NAME, torch.bfloat16), inputs, **STATIC)
+    assert taken == {step}
+
+
+def logits_of_parts(
+    make: Callable, attention: str, dtype: torch.dtype, parts: list[int], side: str, compile_=None
+) -> Tensor:
+    """Of all tokens that are no padding, given one part after the other, on a static cache."""
+    model = as_(build(make), attention, dtype)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=TOKENS + 4)
+    forward = compile_(model) if compile_ else model
+    ids, tokens = random_tokens(), padding_mask(side).bool() if side == "left" else None
+    logits = []
+    for begin, end in pairwise(accumulate(parts, initial=0)):
+        given = None if tokens is None else tokens[:, :end]
+        with torch.no_grad():
+            found = forward(ids[:, begin:end], attention_mask=given, past_key_values=cache).logits
+        logits.append(found.double())
+    logits = torch.cat(logits, 1)
+    return logits if tokens is None else logits[tokens[:, : logits.shape[1]]]
+
+
+def compare_parts(
+    make: Callable, dtype: torch.dtype, parts: list[int], side: str, compile_=None
+) -> None:
+    exact = logits_of_parts(make, "sdpa", torch.float64, parts, side)
+    sdpa = logits_of_parts(make, "sdpa", dtype, parts, side)
+    ours = logits_of_parts(make, integration.NAME, dtype, parts, side, compile_)
+    assert error(ours, exact) <= 2 * error(sdpa, exact)
+
+
+@pytest.mark.parametrize("side", ["no padding", "left"])
+@pytest.mark.parametrize(
+    "parts", [[1] * 8, [12, 5, 3], [17, 1, 1, 1]], ids=["tokens", "several", "prompt"]
+)
+@pytest.mark.parametrize("make", [llama, multi_head, mistral, gemma3])
+def test_parts_of_a_sequence_on_a_static_cache(make, parts: list[int], side: str) -> None:
+    compare_parts(make, torch.bfloat16, parts, side)
+
+
+@pytest.mark.parametrize("side", ["no padding", "left"])
+def test_parts_where_no_step_takes_lengths(side: str, calls) -> None:
+    """The host waits for the length, so that it can slice the keys."""
+    compare_parts(llama, torch.float32, [12, 5, 3], side)
+    assert {k.shape[2] for q, k, _ in calls} >= {12, 17, 20}
+
+
+def static_mask(
+    q_length: int, written: int, tokens: Tensor | None = None, device: str = "cpu", **options
+) -> Tensor:
+    """make_mask()'s, of new queries on a static cache with that many keys before them."""
+    given = {"batch_size": 3, "q_length": q_length, "kv_length": TOKENS, "device": device}
+    given |= {"mask_function": transformers.masking_utils.causal_mask_function}
+    given |= {"q_offset": torch.tensor(written, device=device), "attention_mask": tokens}
+    given |= {"allow_is_causal_skip": q_length > 1}
+    return integration.make_mask(**given | options)
+
+
+def test_one_query_where_no_step_takes_lengths(calls) -> None:
+    """SDPA's, of the keys that are there."""
+    q, k, v = (torch.randn(3, 2, n, 64) for n in (1, TOKENS, TOKENS))
+    module = torch.nn.Module()
+    with pytest.warns(UserWarning, match="only the GPU knows how .* fp16, not fp32"):
+        found, _ = integration.attention_forward(module, q, k, v, static_mask(1, 12))
+    k, v = k[:, :, :13], v[:, :, :13]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    torch.testing.assert_close(found, expected)
+    assert not calls
+
+
+def test_no_static_mask_is_read() -> None:
+    """A tensor without values has none that the host could wait for."""
+    for q_length in (1, 4):
+        mask = static_mask(q_length, 12, device="meta")
+        q, k = (torch.empty(3, 2, n, 64, device="meta").bfloat16() for n in (q_length, TOKENS))
+        o, _ = integration.attention_forward(torch.nn.Module(), q, k, k, mask)
+        assert o.shape == (3, q_length, 2, 64)
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_no_static_cache(calls) -> None:
+    q, k = (torch.randn(3, 2, n, 64, device="cuda").bfloat16() for n in (1, TOKENS))
+    written, module = torch.tensor(12, device="cuda"), torch.nn.Module()
+    given = {"q_length": 1, "written": 0, "device": "cuda", "q_offset": written}
+    integration.attention_forward(module, q, k, k, static_mask(**given))  # the kernel is loaded
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        integration.attention_forward(module, q, k, k, static_mask(**given))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(calls) == 2
+
+
+@pytest.mark.gpu
+def test_no_padding_mask_is_read_while_a_graph_is_captured() -> None:
+    tokens = padding_mask("left").bool().cuda()
+    written = torch.tensor(TOKENS - 1, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        mask = static_mask(1, 0, tokens, "cuda", q_offset=written)
+    assert "while a CUDA graph is captured" in mask.reason
+
+
+def test_holes_on_a_static_cache() -> None:
+    """Of a prompt with padding behind it, as soon as a token follows."""
+    tokens = torch.cat([padding_mask("right"), torch.ones(3, 1, dtype=torch.int64)], 1).bool()
+    mask = static_mask(1, TOKENS, tokens, kv_length=TOKENS + 4)
+    assert mask.reason == "a sequence's padding mask has holes"
+    expected = torch.nn.functional.pad(tokens, (0, 3))[:, None, None]
+    assert torch.equal(mask, expected)
+
+
+def newest_hidden(mask):
+    return integration.CacheMask(mask.shape, mask.stop - 1, mask.start, mask.window)
+
+
+def padding_shown(mask):
+    return integration.CacheMask(mask.shape, mask.stop, mask.start * 0, mask.window)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "side"),
+    [(newest_hidden, "no padding"), (newest_hidden, "left"), (padding_shown, "left")],
+)
+def test_a_wrong_static_mask_is_seen(wrong, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_mask(**given):
+        mask = integration.make_mask(**given)
+        return wrong(mask) if isinstance(mask, integration.CacheMask) else mask
+
+    transformers.AttentionMaskInterface.register(integration.NAME, make_mask)
+    with pytest.raises(AssertionError):
+        compare_parts(llama, torch.bfloat16, [17, 1, 1, 1], side)
 
 
 def wrong_scale(q, k, v, *, causal, softmax_scale):
@@ -819,6 +1002,44 @@ def test_what_a_mask_shows(
             assert not shown[~is_token].any()
 
 
+@pytest.mark.parametrize("side", ["no padding", "left"])
+@pytest.mark.parametrize(
+    ("q_length", "kv_length", "q_offset", "kv_offset"),
+    [(1, 28, 19, 0), (4, 28, 16, 0), (20, 28, 0, 0), (1, 5, 19, 15), (1, 8, 4, 0)],
+    ids=["decode", "go on", "prefill", "full window", "window"],
+)
+@pytest.mark.parametrize("name", ["causal", "causal 5", "chunk"])
+def test_what_a_static_mask_shows(
+    name: str, q_length: int, kv_length: int, q_offset: int, kv_offset: int, side: str
+) -> None:
+    """Likewise where a tensor says how long the cache is, whatever its shape."""
+    tokens = None
+    if side == "left":
+        tokens = ragged_batch(side)["attention_mask"].bool()[:, : q_offset + q_length]
+    options = {"batch_size": 4, "q_length": q_length, "kv_length": kv_length}
+    options |= {"kv_offset": kv_offset, "attention_mask": tokens}
+    function = mask_functions()[name]
+    if name == "chunk":
+        function = transformers.masking_utils.chunked_causal_mask_function(28, torch.zeros(4).int())
+    options |= {"mask_function": function, "allow_is_causal_skip": False}
+    expected = transformers.masking_utils.sdpa_mask(**options, q_offset=q_offset)[:, 0]
+    rows = slice(q_offset, q_offset + q_length)
+    is_token = torch.ones(4, q_length, dtype=torch.bool) if tokens is None else tokens[:, rows]
+    for offset in (torch.tensor(q_offset), torch.tensor([q_offset])):
+        mask = integration.make_mask(**options, q_offset=offset)
+        assert isinstance(mask, integration.CacheMask)
+        assert {t.dtype for t in (mask.stop, mask.start) if t is not None} == {torch.int32}
+        found = [mask.dense()[:, 0], integration._in_segments(mask).dense()[:, 0]]
+        found.append(in_segments(integration._in_segments(mask)))
+        if tokens is None:
+            assert mask.start is None
+            assert mask.stop.tolist() == [q_offset + q_length - kv_offset] * 4
+        else:
+            found += [in_lengths(mask, 1), *in_lengths(mask, 2).unflatten(0, (4, 2)).unbind(1)]
+        for shown in found:
+            assert torch.equal(shown[is_token], expected[is_token])
+
+
 def test_a_mask_is_the_tensor_that_it_stands_for() -> None:
     """Whatever operator reads it, it has the values of SDPA's mask."""
     given = {"batch_size": 3, "q_length": TOKENS, "kv_length": TOKENS}
@@ -878,6 +1099,67 @@ def test_torch_compile_of_layers_that_pack(calls, packed_calls) -> None:
     assert error(found.double(), expected.double()) < 0.01
     assert packed_calls
     assert not calls
+
+
+def counting_backend() -> tuple[Callable, list[int]]:
+    """A backend of torch.compile, and of each of its graphs how often it calls forward_lengths."""
+    torch._dynamo.reset()
+    calls = []
+    backend = torch._dynamo.lookup_backend("aot_eager")
+
+    def count(graph, inputs):
+        targets = [node.target for node in graph.graph.nodes]
+        calls.append(targets.count(operator.forward_lengths))
+        return backend(graph, inputs)
+
+    return count, calls
+
+
+@pytest.mark.parametrize("parts", [[1] * 4, [12, 5, 3]], ids=["tokens", "several"])
+def test_torch_compile_on_a_static_cache(parts: list[int]) -> None:
+    """One graph has all tokens, but for the first, before which the cache is not allocated."""
+    backend, calls = counting_backend()
+    compile_ = partial(torch.compile, backend=backend, fullgraph=True)
+    compare_parts(llama, torch.bfloat16, parts, "no padding", compile_)
+    assert calls == [2] * 2 if parts[1] == 1 else set(calls) == {2}
+
+
+@pytest.mark.parametrize(("make", "side"), [(llama, "left"), (mistral, "no padding")])
+def test_what_torch_compile_cannot_know_of_a_static_mask(make, side: str, calls) -> None:
+    """Padding, and a window: it cannot look into transformers' closures."""
+    backend, _ = counting_backend()
+    compile_ = partial(torch.compile, backend=backend, fullgraph=True)
+    with pytest.warns(UserWarning, match="torch.compile traces it"):
+        compare_parts(make, torch.bfloat16, [18, 1, 1], side, compile_)
+    assert not calls
+
+
+@pytest.mark.parametrize("side", ["no padding", "left"])
+@pytest.mark.parametrize(
+    ("make", "options", "expected"),
+    [
+        pytest.param(llama, {}, 1, id="llama"),
+        pytest.param(mistral, {}, 2, id="mistral"),  # as with SDPA
+        pytest.param(llama, {"prefill_chunk_size": 8}, 3, id="prompt in chunks"),
+    ],
+)
+def test_generation_with_a_compiled_model(
+    make, options: dict[str, int], expected: int, side: str
+) -> None:
+    """As on a GPU, where generate() compiles it for a static cache: one graph has all tokens."""
+    inputs = {"input_ids": random_tokens()}
+    if side == "left":
+        inputs["attention_mask"] = padding_mask(side)
+    model = as_(build(make), integration.NAME, torch.bfloat16)
+    tokens, logits = generate(model, inputs, **STATIC)
+    backend, graphs = counting_backend()
+    config = transformers.CompileConfig(backend=backend, mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    options = options | {"cache_implementation": "static", "compile_config": config}
+    found, found_logits = generate(model, inputs, **options)
+    assert torch.equal(found, tokens)
+    assert error(found_logits, logits) < 0.01
+    assert graphs == [2] * expected
 
 
 def test_what_sdpa_cannot_do_either() -> None:
