@@ -17,6 +17,7 @@ from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from verify.reference import oracle_of
+from verify.tests.mutant_samples import describe, parse_mutants
 from verify.tests.page_under_test import render
 
 if TYPE_CHECKING:
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
 BROWSER_TIMEOUT_MS = 120_000  # for a slow machine with as many browsers as cores
 
 torch.set_num_threads(1)  # pytest -n auto has a process for each core
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--mutants",
+        type=parse_mutants,
+        default="all",
+        metavar="all|sample|NUMBER",
+        help="all mutants, the sample that this commit's turn is, or sample NUMBER; default: all",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return describe(config.getoption("mutants"))
 
 
 @pytest.fixture

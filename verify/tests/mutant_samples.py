@@ -1,0 +1,53 @@
+"""Which mutants run: all of them take longer than a push should wait, so `make test` runs a sample.
+
+Sample n is every eighth patch, by name, from the n-th on, and which one runs follows from the
+number of commits: eight commits in a row run all mutants, and a commit always the same ones.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.paths import ROOT
+
+# A step has more mutants than that, which stand together, so that each sample has some of each.
+SAMPLES = 8
+
+
+def parse_mutants(value: str) -> int | None:
+    """The number of the sample that --mutants=VALUE asks for; None where that is all mutants."""
+    if value == "all":
+        return None
+    if value == "sample":
+        return number_of_commits() % SAMPLES
+    if value.isdecimal():
+        return int(value) % SAMPLES
+    raise ArgumentTypeError(f"takes all, sample or the number of a sample, not '{value}'")
+
+
+def number_of_commits() -> int:
+    """Those that led to the one checked out; 0 where that is not known, as without git."""
+    command = ["git", "-C", str(ROOT), "rev-list", "--count", "HEAD"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return 0
+    return int(ended.stdout) if ended.returncode == 0 else 0
+
+
+def chosen(patches: Sequence[Path], sample: int | None) -> Sequence[Path]:
+    """Those of the sample; patches are all, sorted."""
+    return patches if sample is None else patches[sample::SAMPLES]
+
+
+def describe(sample: int | None) -> str:
+    """A line for pytest's header."""
+    if sample is None:
+        return "mutants: all"
+    return (
+        f"mutants: sample {sample} of 0 to {SAMPLES - 1}; "
+        f"make test MUTANTS={sample} runs it again, MUTANTS=all runs all"
+    )
