@@ -1,7 +1,8 @@
-"""Which mutants run: all of them take longer than a push should wait, so `make test` runs a sample.
+"""Which mutants and experiments run: all take longer than a push should wait, so `make test` runs a
+sample.
 
-Sample n is every eighth patch, by name, from the n-th on, and which one runs follows from the
-number of commits: eight commits in a row run all mutants, and a commit always the same ones.
+Sample n is every 16th patch, by name, from the n-th on, and which one runs follows from the
+number of commits: 16 commits in a row run all patches, and a commit always the same ones.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pathlib import Path
 from common.paths import ROOT
 
 # A step has more mutants than that, which stand together, so that each sample has some of each.
-SAMPLES = 8
+SAMPLES = 16
 
 
 def parse_mutants(value: str) -> int | None:
-    """The number of the sample that --mutants=VALUE asks for; None where that is all mutants."""
+    """The number of the sample that --mutants=VALUE asks for; None where that is all patches."""
     if value == "all":
         return None
     if value == "sample":
@@ -46,8 +47,8 @@ def chosen(patches: Sequence[Path], sample: int | None) -> Sequence[Path]:
 def describe(sample: int | None) -> str:
     """A line for pytest's header."""
     if sample is None:
-        return "mutants: all"
+        return "mutants and experiments: all"
     return (
-        f"mutants: sample {sample} of 0 to {SAMPLES - 1}; "
+        f"mutants and experiments: sample {sample} of 0 to {SAMPLES - 1}; "
         f"make test MUTANTS={sample} runs it again, MUTANTS=all runs all"
     )
