@@ -7,12 +7,11 @@ number of commits: 16 commits in a row run all patches, and a commit always the 
 
 from __future__ import annotations
 
-import subprocess
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.paths import ROOT
+from verify.turn import number_of_commits
 
 # A step has more mutants than that, which stand together, so that each sample has some of each.
 SAMPLES = 16
@@ -27,16 +26,6 @@ def parse_mutants(value: str) -> int | None:
     if value.isdecimal():
         return int(value) % SAMPLES
     raise ArgumentTypeError(f"takes all, sample or the number of a sample, not '{value}'")
-
-
-def number_of_commits() -> int:
-    """Those that led to the one checked out; 0 where that is not known, as without git."""
-    command = ["git", "-C", str(ROOT), "rev-list", "--count", "HEAD"]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        return 0
-    return int(ended.stdout) if ended.returncode == 0 else 0
 
 
 def chosen(patches: Sequence[Path], sample: int | None) -> Sequence[Path]:
