@@ -1,24 +1,25 @@
 """Which mutants and experiments run: all take longer than a push should wait, so `make test` runs a
-sample.
+sample. So it does of the steps that are rewritten for compute-sanitizer.
 
-Sample n is every 16th patch, by name, from the n-th on, and which one runs follows from the
-number of commits: 16 commits in a row run all patches, and a commit always the same ones.
+Sample n is every 16th, by name, from the n-th on, and which one runs follows from the number of
+commits: 16 commits in a row run all, and a commit always the same ones.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TypeVar
 
 from verify.turn import number_of_commits
 
+T = TypeVar("T")
 # A step has more mutants than that, which stand together, so that each sample has some of each.
 SAMPLES = 16
 
 
 def parse_mutants(value: str) -> int | None:
-    """The number of the sample that --mutants=VALUE asks for; None where that is all patches."""
+    """The number of the sample that --mutants=VALUE asks for; None where that is all."""
     if value == "all":
         return None
     if value == "sample":
@@ -28,9 +29,9 @@ def parse_mutants(value: str) -> int | None:
     raise ArgumentTypeError(f"takes all, sample or the number of a sample, not '{value}'")
 
 
-def chosen(patches: Sequence[Path], sample: int | None) -> Sequence[Path]:
-    """Those of the sample; patches are all, sorted."""
-    return patches if sample is None else patches[sample::SAMPLES]
+def chosen(variants: Sequence[T], sample: int | None) -> Sequence[T]:
+    """Those of the sample; given are all, sorted."""
+    return variants if sample is None else variants[sample::SAMPLES]
 
 
 def describe(sample: int | None) -> str:

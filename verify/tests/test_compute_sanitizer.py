@@ -33,6 +33,7 @@ from common.step import Step, read_step
 from verify.case import Case
 from verify.cases import find_cases
 from verify.check import check_case
+from verify.tests.patch_samples import chosen
 
 CASES = (
     "single_token",
@@ -110,17 +111,33 @@ def test_clean(tool: str) -> None:
     assert CLEAN[tool] in ended.stdout, ended.stdout[-4000:]
 
 
-@pytest.mark.parametrize("tool", REWRITES)
-def test_rewritten_steps_are_right(tool: str) -> None:
-    copies = [(step, rewritten(step, tool)) for step in all_steps()]
-    results = [
-        # Once: in what orders threads may run, the step itself is tested.
-        check_case(copy, _first_that_runs(copy, "ragged", "head_dim_136"), [CpuBackend()])
-        for step, copy in copies
-        if copy.code_sha256 != step.code_sha256
+def copies() -> list[tuple[str, Step]]:
+    """The copies that differ from their steps, each with its tool."""
+    return [
+        (tool, copy)
+        for tool in REWRITES
+        for step in all_steps()
+        if (copy := rewritten(step, tool)).code_sha256 != step.code_sha256
     ]
-    assert results
-    assert all(result.passed for result in results), [str(result) for result in results]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_a_rewritten_step_is_right:
+        its = chosen(copies(), metafunc.config.getoption("mutants"))
+        metafunc.parametrize(
+            "copy", [copy for _, copy in its], ids=[copy.path.stem for _, copy in its]
+        )
+
+
+def test_steps_are_rewritten_for_each_tool() -> None:
+    assert {tool for tool, _ in copies()} == set(REWRITES)
+
+
+def test_a_rewritten_step_is_right(copy: Step) -> None:
+    """Once: in what orders threads may run, the step itself is tested."""
+    case = _first_that_runs(copy, "ragged", "head_dim_136")
+    result = check_case(copy, case, [CpuBackend()])
+    assert result.passed, str(result)
 
 
 def _first_that_runs(step: Step, *names: str) -> Case:
