@@ -36,8 +36,7 @@ PASSES_ON = read_step(ROOT / "verify" / "instructions" / "dependent_launch.cu")
 IN_PARTS = [step for step in all_steps() if step.parts]
 SPECS = [
     Specialization(head_dim, dtype, causal=False)
-    for head_dim in (8, 64, 72, 128)
-    for dtype in ("bf16", "fp16")
+    for head_dim, dtype in ((8, "bf16"), (64, "fp16"), (72, "bf16"), (128, "fp16"))
 ]
 
 
