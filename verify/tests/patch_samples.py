@@ -1,8 +1,8 @@
 """Which mutants and experiments run: all take longer than a push should wait, so `make test` runs a
 sample. So it does of the steps that are rewritten for compute-sanitizer.
 
-Sample n is every 16th, by name, from the n-th on, and which one runs follows from the number of
-commits: 16 commits in a row run all, and a commit always the same ones.
+Sample n is every 32nd, by name, from the n-th on, and which one runs follows from the number of
+commits: 32 commits in a row run all, and a commit always the same ones.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TypeVar
 from verify.turn import number_of_commits
 
 T = TypeVar("T")
-# A step has more mutants than that, which stand together, so that each sample has some of each.
-SAMPLES = 16
+# So many that all tests take less than ten minutes on two cores. The mutants of a step stand
+# together, so that a sample has some of almost every step.
+SAMPLES = 32
 
 
 def parse_mutants(value: str) -> int | None:

@@ -112,10 +112,14 @@ def test_the_samples_are_all_mutants():
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("sample", [None, *range(SAMPLES)])
-def test_every_step_has_mutants_in_every_sample(sample):
-    names = {name for name, _ in originals(chosen(PATCHES, sample))}
-    assert names == {step.name for step in all_steps()}
+def test_every_sample_has_mutants_of_most_steps():
+    for sample in range(SAMPLES):
+        names = {name for name, _ in originals(chosen(PATCHES, sample))}
+        assert len(names) > 0.7 * len(all_steps())
+
+
+def test_every_step_has_mutants():
+    assert {name for name, _ in originals(PATCHES)} == {step.name for step in all_steps()}
 
 
 def test_the_number_of_commits_chooses_the_sample(monkeypatch):
@@ -138,7 +142,7 @@ def test_outside_of_a_clone_it_is_sample_0(monkeypatch, tmp_path):
     assert parse_mutants("sample") == 0
 
 
-@pytest.mark.parametrize(("value", "sample"), [("all", None), ("3", 3), ("19", 3)])
+@pytest.mark.parametrize(("value", "sample"), [("all", None), ("3", 3), ("35", 3)])
 def test_a_sample_can_be_chosen(value, sample):
     assert parse_mutants(value) == sample
 
