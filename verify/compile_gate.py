@@ -39,11 +39,12 @@ LOCAL_MEMORY = {
 }
 
 
-def compile_all() -> int:
+def compile_all(half: int | None = None) -> int:
     """Prints what the kernels take for Hopper and, of one specialization, for the lowest GPU.
 
-    Returns 1 if one of them has local memory where it must not, or if ptxas serialized its
-    instructions or mixed up their operands, which is not known without nvdisasm.
+    With a half, 0 or 1, in that one of the specializations, as half_of() says. Returns 1 if one of
+    them has local memory where it must not, or if ptxas serialized its instructions or mixed up
+    their operands, which is not known without nvdisasm.
     """
     has_nvdisasm = _has_nvdisasm()
     jobs = [
@@ -51,7 +52,9 @@ def compile_all() -> int:
         for step in all_steps()
         for arch in dict.fromkeys((step.limits.arch, headline_arch(step)))
         for spec in (
-            _specializations(step) if arch == headline_arch(step) else [COUNTED.specialization]
+            half_of(_specializations(step), half)
+            if arch == headline_arch(step)
+            else [COUNTED.specialization]
         )
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -90,6 +93,21 @@ def _compile(
     build = build_cubin(step, spec, arch)
     has_wgmma = arch.endswith("a")
     return build, mixed_operands(build.path) if has_wgmma and has_nvdisasm else []
+
+
+def half_of(specs: list[Specialization], half: int | None) -> list[Specialization]:
+    """One of two halves; all where half is None. Each has every pair of head_dims in every dtype,
+    with a mask or without one: what has no mask in one half has one in the other.
+    """
+    if half is None:
+        return specs
+    dims = list(dict.fromkeys((spec.head_dim, spec.v_head_dim) for spec in specs))
+    dtypes = list(dict.fromkeys(spec.dtype for spec in specs))
+
+    def number(spec: Specialization) -> int:
+        return dims.index((spec.head_dim, spec.v_head_dim)) + dtypes.index(spec.dtype) + spec.causal
+
+    return [spec for spec in specs if number(spec) % 2 == half]
 
 
 def _specializations(step: Step) -> list[Specialization]:

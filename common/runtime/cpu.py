@@ -66,6 +66,7 @@ COMMON_FLAGS = (
 STEP_FLAGS = ("-O1",)  # a step runs only a few times: most of a check is compilation
 # Most of a run is in here. Reports name lines of steps alone, and a program is 20 times smaller.
 RUNTIME_FLAGS = ("-O3", "-c", "-g0")
+SANITIZED_RUNTIME_FLAGS = ("-O1", "-c", "-g0")  # -O3 takes half a minute, more than it saves
 SANITIZED_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 FAULT_EXIT_CODE = 65  # of common/runtime/simt/report.h
@@ -426,7 +427,7 @@ def _precompiled(code_flags: tuple[str, ...]) -> list[str]:
 @cache
 def _runtime(sanitize: bool) -> tuple[str, ...]:
     """Paths of the objects that every step is linked with."""
-    flags = [*_flags(sanitize), *RUNTIME_FLAGS]
+    flags = [*_flags(sanitize), *(SANITIZED_RUNTIME_FLAGS if sanitize else RUNTIME_FLAGS)]
     suffix = "_sanitize.o" if sanitize else ".o"
 
     def compile_source(source: Path) -> str:

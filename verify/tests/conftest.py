@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,13 +19,30 @@ from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from verify.reference import oracle_of
 from verify.tests.page_under_test import render
+from verify.tests.patch_samples import describe, parse_mutants
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 BROWSER_TIMEOUT_MS = 120_000  # for a slow machine with as many browsers as cores
 
-torch.set_num_threads(1)  # pytest -n auto has a process for each core
+torch.set_num_threads(1)  # pytest -n auto has a process for each core,
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so have the processes that tests start
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--mutants",
+        type=parse_mutants,
+        default="all",
+        metavar="all|sample|NUMBER",
+        help="all mutants and experiments, or the sample whose turn it is, or sample NUMBER; "
+        "default: all",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return describe(config.getoption("mutants"))
 
 
 @pytest.fixture
@@ -52,6 +70,12 @@ def tiny_corpus() -> Corpus:
     """TINY_TEXT, both to learn and held out, in the place of the repository's own text."""
     text = read_text([TINY_TEXT])
     return Corpus(text, text, files=1, sha256=64 * "0")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: garbage is looked for elsewhere from here on."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,6 +24,7 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs make without the settings that an outer make has exported."""
     outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "N", "STEPS", "CASES", "SEED"}
     outer |= {"EXPERIMENTS", "GRID", "DIST", "DECODE", "LENGTHS", "LATENCY", "TRAIN", "M"}
+    outer |= {"MUTANTS"}
     variables = {name: value for name, value in os.environ.items() if name not in outer}
     return subprocess.run(
         ["make", "-C", str(ROOT), "--no-print-directory", *arguments],
@@ -136,7 +137,8 @@ def test_options_of_check():
         (["compare", "N=8", "M=9"], "-m common compare 8 9"),
         (["worklog"], "-m common worklog"),
         (["worklog", "CHECK=1"], "-m common worklog --check"),
-        (["test"], "-m pytest"),
+        (["test"], "-m pytest --mutants=sample"),
+        (["test", "MUTANTS=all"], "-m pytest --mutants=all"),
     ],
 )
 def test_python_makes_no_environment(arguments, command):

@@ -8,7 +8,9 @@ import pytest
 
 from common.catalog import all_steps
 from common.errors import UsageError
-from common.runtime.build import Build
+from common.problem import Specialization
+from common.runtime.build import Build, headline_arch
+from common.step import Step
 from verify import compile_gate
 from verify.compile_gate import compile_all
 
@@ -17,6 +19,7 @@ LOG = """ptxas info    : Compiling entry function 'attention_forward' for 'sm_90
 ptxas info    : Used 99 registers, used 1 barriers
 """
 OPERANDS = "wgmma at 0f80 reads R184, written by F2FP and LDSM"
+Job = tuple[Step, Specialization, str]
 SERIALIZED = "ptxas info    : wgmma.mma_async instructions are serialized\n"
 
 
@@ -29,7 +32,9 @@ def gate(monkeypatch):
 
     monkeypatch.setattr(compile_gate, "nvdisasm", lambda: "nvdisasm")
 
-    def run(name: str = "", head_dim: int = 0, log: str = "", mixed: str = "") -> tuple[int, list]:
+    def run(
+        name: str = "", head_dim: int = 0, log: str = "", mixed: str = "", half: int | None = None
+    ) -> tuple[int, list[Job]]:
         compiled = []
 
         def build(step, spec, arch) -> Build:
@@ -43,7 +48,7 @@ def gate(monkeypatch):
 
         monkeypatch.setattr(compile_gate, "build_cubin", build)
         monkeypatch.setattr(compile_gate, "mixed_operands", find)
-        return compile_all(), compiled
+        return compile_all(half), compiled
 
     return run
 
@@ -63,6 +68,26 @@ def test_every_step_is_compiled_in_its_own_dtypes(gate):
         assert step.limits.arch in {
             arch for compiled_step, _, arch in compiled if compiled_step == step
         }
+
+
+def test_two_halves_are_all(gate):
+    halves = [gate(half=half)[1] for half in (0, 1)]
+    _, compiled = gate()
+    both = set(halves[0]) & set(halves[1])
+    assert set(halves[0]) | set(halves[1]) == set(compiled)
+    assert all(arch != headline_arch(step) for step, _, arch in both)
+    for half in halves:
+        assert len(half) == len(set(half))
+        for differs in ("causal", "dtype"):  # all pairs of the others are there
+            assert pairs(half, differs) == pairs(compiled, differs)
+
+
+def pairs(compiled: list[Job], without: str) -> set[tuple]:
+    names = {"head_dim", "v_head_dim", "dtype", "causal"} - {without}
+    return {
+        (step, arch, *(getattr(spec, name) for name in sorted(names)))
+        for step, spec, arch in compiled
+    }
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,16 +297,23 @@ def test_a_step_that_does_not_run_here_is_one_clear_line(measure, monkeypatch, t
 # ---- the record and its table
 
 
+def load_fake(project: Path, **changes) -> RecordSet:
+    """The record set of a project with such a record of v02 and v01, changed as told."""
+    folder = project / "profiles" / "h200"
+    write_record(folder / "decode.json", fake_decode(V02, V01) | changes)
+    return load_record_set(folder, project)
+
+
 @pytest.fixture
 def record_set(tmp_path):
-    """Loads the record set of a project with such a record of v02 and v01, changed as told."""
+    """load_fake(), for one test."""
+    return partial(load_fake, tmp_path)
 
-    def load(**changes) -> RecordSet:
-        folder = tmp_path / "profiles" / "h200"
-        write_record(folder / "decode.json", fake_decode(V02, V01) | changes)
-        return load_record_set(folder, tmp_path)
 
-    return load
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory) -> RecordSet:
+    """What load_fake() gives, for tests that only look at it."""
+    return load_fake(tmp_path_factory.mktemp("project"))
 
 
 def fake_of_two() -> dict:
@@ -495,8 +503,8 @@ def test_tables_without_numbers(record_set, tmp_path):
         (f"h100 decode.{SMALLEST}.v02.time_ms : .1f", "not measured"),
     ],
 )
-def test_expression(record_set, expression, text):
-    assert evaluate(expression, record_set()) == text
+def test_expression(unchanged, expression, text):
+    assert evaluate(expression, unchanged) == text
 
 
 @pytest.mark.parametrize(
@@ -514,9 +522,9 @@ def test_expression(record_set, expression, text):
         ("h100 decode.rong", "no 'rong'; there are cells, mean, smallest"),
     ],
 )
-def test_expression_that_means_nothing(record_set, expression, told):
+def test_expression_that_means_nothing(unchanged, expression, told):
     with pytest.raises(UsageError) as error:
-        evaluate(expression, record_set())
+        evaluate(expression, unchanged)
     assert told in str(error.value)
 
 

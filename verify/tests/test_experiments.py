@@ -1,4 +1,7 @@
-"""Experiments compute what their steps do: one that is wrong by mistake has a time for nothing."""
+"""Experiments compute what their steps do: one that is wrong by mistake has a time for nothing.
+
+patch_samples.py says which of them run.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from common.patch import EXPERIMENTS_DIR, read_patch
 from common.step import read_step
 from verify.cases import find_cases
 from verify.tests.on_cpu import on_cpu
+from verify.tests.patch_samples import chosen
 
+PATCHES = sorted(EXPERIMENTS_DIR.glob("*.patch"))
 # The rows' maxima rise from tile to tile, by a little and by much.
 RISING = "walks"
 OTHER_CASES = {"v11_no_repair": "ragged"}  # wrong where m would have to be raised, as it says
@@ -18,9 +23,17 @@ ONLY_ON_A_GPU = {
 }
 
 
-@pytest.mark.parametrize(
-    "path", sorted(EXPERIMENTS_DIR.glob("*.patch")), ids=lambda path: path.stem
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_right:
+        paths = chosen(PATCHES, metafunc.config.getoption("mutants"))
+        metafunc.parametrize("path", paths, ids=[path.stem for path in paths])
+
+
+def test_every_patch_applies():
+    for path in PATCHES:
+        read_patch(path).apply()
+
+
 def test_right(path):
     if path.stem in ONLY_ON_A_GPU:
         pytest.skip(ONLY_ON_A_GPU[path.stem])

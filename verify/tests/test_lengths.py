@@ -969,9 +969,10 @@ def test_meta_tensors_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_a_graph_break(compiler: str, dynamic: bool, device: str) -> None:
+def test_compiles_without_a_graph_break(dynamic: bool, device: str) -> None:
+    """What inductor makes of it, test_compiles_with_gradients tells."""
+
     def model(inputs, seqused_k, window):
         inputs = inputs | {"q": 2 * inputs["q"]}
         o, lse = attention_varlen(
@@ -983,7 +984,7 @@ def test_compiles_without_a_graph_break(compiler: str, dynamic: bool, device: st
         return attention(**inputs, seqused_k=seqused_k, window=window)
 
     torch.compiler.reset()
-    options = {"fullgraph": True, "backend": compiler, "dynamic": dynamic}
+    options = {"fullgraph": True, "backend": "aot_eager", "dynamic": dynamic}
     compiled = torch.compile(model, **options)
     fewer = packed(device)  # the first three sequences
     fewer["q"] = fewer["q"][:42]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -693,19 +695,26 @@ def test_command(monkeypatch, tmp_path, capsys):
 # ---- the record and its table
 
 
-@pytest.fixture
-def record_set(tmp_path):
-    """Loads the record set of a project with such a record of v02 and v01, changed as told, and
+def load_fake(project: Path, **changes) -> RecordSet:
+    """The record set of a project with such a record of v02 and v01, changed as told, and
     one of b02 and b01.
     """
+    folder = project / "profiles" / "h200"
+    write_record(folder / "lengths.json", fake_lengths(V02, V01) | changes)
+    write_record(folder / "lengths_backward.json", fake_lengths(B02, B01))
+    return load_record_set(folder, project)
 
-    def load(**changes) -> RecordSet:
-        folder = tmp_path / "profiles" / "h200"
-        write_record(folder / "lengths.json", fake_lengths(V02, V01) | changes)
-        write_record(folder / "lengths_backward.json", fake_lengths(B02, B01))
-        return load_record_set(folder, tmp_path)
 
-    return load
+@pytest.fixture
+def record_set(tmp_path):
+    """load_fake(), for one test."""
+    return partial(load_fake, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory) -> RecordSet:
+    """What load_fake() gives, for tests that only look at it."""
+    return load_fake(tmp_path_factory.mktemp("project"))
 
 
 def test_the_fake_records_are_some():
@@ -953,8 +962,8 @@ def test_tables_without_numbers(record_set, tmp_path):
         ("h100 lengths_backward.mean : .3f", "not measured"),
     ],
 )
-def test_expression(record_set, expression, text):
-    assert evaluate(expression, record_set()) == text
+def test_expression(unchanged, expression, text):
+    assert evaluate(expression, unchanged) == text
 
 
 @pytest.mark.parametrize(
@@ -969,9 +978,9 @@ def test_expression(record_set, expression, text):
         ("lengths_backward.d256_h8_ragged.b02.time_ms", "no 'd256_h8_ragged'; there are d64_"),
     ],
 )
-def test_expression_that_means_nothing(record_set, expression, told):
+def test_expression_that_means_nothing(unchanged, expression, told):
     with pytest.raises(UsageError) as error:
-        evaluate(expression, record_set())
+        evaluate(expression, unchanged)
     assert told in str(error.value)
 
 

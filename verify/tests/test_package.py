@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import common
 from common import UsageError, attention, attention_varlen, paths
 from common.catalog import all_steps
 from common.paths import ROOT, build_dir
+from common.runtime.build import host_compiler
 
 MADE_FROM = ("common", "steps", "pyproject.toml", "README.md", "LICENSE")
 CALL = """
@@ -131,9 +133,13 @@ def run_installed(
     )
 
 
-def test_it_runs_outside_of_the_repository(installed: Path, tmp_path: Path) -> None:
+def test_it_runs_outside_of_the_repository(installed: Path, tmp_path: Path, monkeypatch) -> None:
     """The first process compiles, into the user's cache only; the second finds all of it there."""
-    home = tmp_path / "home"
+    home, compiler = tmp_path / "home", tmp_path / "quick_compiler"
+    # What is compiled runs once or twice. The last -O counts.
+    compiler.write_text(f'#!/bin/sh\nexec {shlex.join(host_compiler())} "$@" -O0\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     cache = home / ".cache" / "attention-worklog"
     before = relative_files(installed, "**/*")
     ended = run_installed(installed, tmp_path, "-c", CALL, HOME=str(home))
@@ -146,13 +152,13 @@ def test_it_runs_outside_of_the_repository(installed: Path, tmp_path: Path) -> N
     (program,) = cache.glob("v01_naive_d8_fp32_causal_simt-*[0-9a-f]")
     assert os.access(program, os.X_OK)
     assert relative_files(installed, "**/*") == before
-    assert set(tmp_path.iterdir()) == {home}
+    assert set(tmp_path.iterdir()) == {home, compiler}
 
     compiled = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
     elsewhere = {"HOME": str(tmp_path / "other"), "ATTENTION_WORKLOG_CACHE": str(cache)}
     assert run_installed(installed, tmp_path, "-c", CALL, **elsewhere).stdout == ended.stdout
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == compiled
-    assert set(tmp_path.iterdir()) == {home}
+    assert set(tmp_path.iterdir()) == {home, compiler}
 
 
 def test_transformers_finds_it(installed: Path, tmp_path: Path) -> None:
