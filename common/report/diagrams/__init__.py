@@ -11,6 +11,7 @@ from . import (
     backward_turns,
     backward_warps,
     blocks,
+    even_parts,
     hopper,
     hopper_backward,
     ragged_map,
@@ -36,6 +37,7 @@ def figures() -> dict[str, str]:
         backward_turns,
         backward_order,
         split_keys,
+        even_parts,
         ragged_map,
         ring,
     )
