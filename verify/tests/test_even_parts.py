@@ -159,6 +159,15 @@ class Part:
 
 @pytest.mark.parametrize(("sizes", "num_parts"), NUM_PARTS, ids=str)
 def test_parts(schedule, sizes, num_parts):
+    check_parts(schedule, sizes, num_parts)
+
+
+def check_all_parts(schedule: Step) -> None:
+    for sizes, num_parts in NUM_PARTS:
+        check_parts(schedule, sizes, num_parts)
+
+
+def check_parts(schedule: Step, sizes: Sizes, num_parts: int) -> None:
     q = torch.zeros(1, 1, sizes.blocks, 8, dtype=FP16)
     lse = torch.zeros(sizes.blocks * WIDTH)
     scenario = [size for size, _ in NUM_PARTS].index(sizes)
@@ -252,6 +261,9 @@ CALLS = {
         ),
         # 9 parts of a row, for which the merge goes round three times, and m that rises with each.
         Call(Case("nine_parts", Shape(1, 2, 1, 45, 1100, 64), BF16, inputs=rising_logits), 20),
+        Call(
+            Case("nine_falling", Shape(1, 1, 1, 45, 1100, 64), BF16, inputs=walks(-40, -5, 250)), 20
+        ),
         Call(Case("nine_walks", Shape(1, 2, 2, 70, 1100, 40), FP16, inputs=walks(2, 25)), 20),
         # 2 parts each of 7 work tiles, in three rounds of 5 blocks. The last block has two parts.
         Call(Case("three_rounds", Shape(1, 7, 7, 20, 1750, 64), BF16), 5),
@@ -260,6 +272,8 @@ CALLS = {
         # 7 parts of 10 work tiles that have 1 tile to 7; the first rows see no key.
         Call(Case("fewer_tiles", Shape(1, 2, 1, 800, 780, 64), BF16, causal=True), 70),
         Call(Case("fewer_tiles_128", Shape(1, 2, 2, 500, 880, 128), BF16, causal=True), 60),
+        # Both, and the next part follows on one that has a single tile, or none.
+        Call(Case("causal_rounds_256", Shape(1, 1, 1, 870, 870, 256), BF16, causal=True), 5),
         # Parts of several tiles of which the last are hidden from the first warpgroups.
         Call(Case("hidden_tiles", Shape(1, 1, 1, 250, 2300, 64), FP16, causal=True), 9),
         Call(Case("hidden_tiles_256", Shape(1, 2, 1, 193, 1250, 256), BF16, causal=True), 12),
@@ -274,6 +288,8 @@ CALLS = {
         Call(Case("columns_40", Shape(1, 2, 1, 65, 1000, 40), BF16), 40),
         Call(Case("columns_136", Shape(1, 2, 2, 70, 650, 136), BF16), 40),
         Call(Case("columns_256", Shape(1, 2, 1, 65, 700, 256), BF16, causal=True), 40),
+        # 5 parts each of 30 work tiles: more than there are blocks.
+        Call(Case("many_parts", Shape(1, 30, 30, 20, 3150, 8), BF16), 80),
     )
 }
 
@@ -313,17 +329,23 @@ def test_the_grid_decides_the_bits():
 # ---- with one thing wrong
 
 
+# Their cases are the calls above, and "schedule": which parts there are.
 MUTANTS = sorted((ROOT / "verify" / "mutants" / "even_parts").glob("*.patch"))
 
 
 @pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
-def test_rejected(path, monkeypatch):
+def test_rejected(path, monkeypatch, tmp_path):
     patch = read_patch(path)
     assert patch.header["breaks"]
     mutant = read_step(patch.write())
     assert mutant.name == path.stem
     monkeypatch.setattr(cpu, "STEP_FLAGS", flags_of_mutant(mutant))
     for name in patch.header["cases"].split():
+        if name == "schedule":
+            schedule = write_schedule(tmp_path, mutant)
+            with pytest.raises(AssertionError):
+                check_all_parts(schedule)
+            continue
         CpuBackend(0).build(mutant, CALLS[name].case.specialization)
         result = check_call(mutant, name)
         assert result.verdict == "FAIL", f"not rejected: {result}"
