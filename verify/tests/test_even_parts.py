@@ -311,6 +311,10 @@ def test_call(name):
 
 
 def test_the_grid_decides_the_bits():
+    check_grids(STEP)
+
+
+def check_grids(step: Step) -> None:
     """The last bits of 9 parts are not those of 3, nor of a whole work tile; all are right."""
     case = Case("grids", Shape(1, 2, 1, 45, 1100, 64), BF16)
     inputs = case.make("cpu")
@@ -318,8 +322,8 @@ def test_the_grid_decides_the_bits():
     for multiprocessors in (1, 6, 20):
         backend = CpuBackend()
         backend.multiprocessors = multiprocessors
-        assert check_case(STEP, case, [backend]).passed
-        outputs[multiprocessors], errors = launch(STEP, case, backend, inputs)
+        assert check_case(step, case, [backend]).passed
+        outputs[multiprocessors], errors = launch(step, case, backend, inputs)
         assert errors == []
     for one, other in ((1, 6), (6, 20), (1, 20)):
         for got, other_got in zip(outputs[one], outputs[other], strict=True):
@@ -329,7 +333,8 @@ def test_the_grid_decides_the_bits():
 # ---- with one thing wrong
 
 
-# Their cases are the calls above, and "schedule": which parts there are.
+# Their cases are the calls above, and the two tests of more than one call.
+TESTS = {"schedule": check_all_parts, "grids": check_grids}
 MUTANTS = sorted((ROOT / "verify" / "mutants" / "even_parts").glob("*.patch"))
 
 
@@ -341,10 +346,9 @@ def test_rejected(path, monkeypatch, tmp_path):
     assert mutant.name == path.stem
     monkeypatch.setattr(cpu, "STEP_FLAGS", flags_of_mutant(mutant))
     for name in patch.header["cases"].split():
-        if name == "schedule":
-            schedule = write_schedule(tmp_path, mutant)
+        if test := TESTS.get(name):
             with pytest.raises(AssertionError):
-                check_all_parts(schedule)
+                test(write_schedule(tmp_path, mutant) if name == "schedule" else mutant)
             continue
         CpuBackend(0).build(mutant, CALLS[name].case.specialization)
         result = check_call(mutant, name)
