@@ -24,6 +24,7 @@ from verify.case import Case
 from verify.check import CaseResult, check_case, launch
 from verify.inputs import rising_logits, walks
 from verify.layouts import packed, padded, transposed
+from verify.tests.patch_samples import chosen
 from verify.tests.small_kernels import write_step
 from verify.tests.test_mutants import flags_of_mutant
 
@@ -338,7 +339,19 @@ TESTS = {"schedule": check_all_parts, "grids": check_grids}
 MUTANTS = sorted((ROOT / "verify" / "mutants" / "even_parts").glob("*.patch"))
 
 
-@pytest.mark.parametrize("path", MUTANTS, ids=lambda path: path.stem)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_rejected:
+        paths = chosen(MUTANTS, metafunc.config.getoption("mutants"))
+        metafunc.parametrize("path", paths, ids=[path.stem for path in paths])
+
+
+def test_every_patch_applies():
+    for path in MUTANTS:
+        patch = read_patch(path)
+        patch.apply()
+        assert {*patch.header["cases"].split()} <= CALLS.keys() | TESTS.keys()
+
+
 def test_rejected(path, monkeypatch, tmp_path):
     patch = read_patch(path)
     assert patch.header["breaks"]
