@@ -14,8 +14,8 @@ from typing import TypeVar
 from verify.turn import number_of_commits
 
 T = TypeVar("T")
-# So many that all tests take less than ten minutes on two cores. The mutants of a step stand
-# together, so that a sample has some of almost every step.
+# So many that a sample takes about a tenth of all tests' time. The mutants of a step stand
+# together, so that a sample has some of most steps.
 SAMPLES = 32
 
 
