@@ -56,9 +56,9 @@ LEAST_ROUNDS, MOST_ROUNDS = 5, 20
 def measure_decode() -> Path:
     """Measures all cells and writes their record; returns its path.
 
-    A run that is interrupted leaves what it has measured in build/,
-    where the next of the same code on such a GPU goes on with it. Raises UsageError where the step
-    cannot run, or where it is wrong.
+    A run that is interrupted leaves what it has measured in build/, where the next of the same
+    code on such a GPU goes on with it. Raises UsageError where the first of decode_steps() cannot
+    run, or where it is wrong.
     """
     backend = GpuBackend()
     steps = decode_steps(steps_to_run())
@@ -154,9 +154,9 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
 
 def _taken(steps: Sequence[Step], case: Case) -> str:
     """The first of the steps but those for what the case has not few of."""
-    shape, causal = case.shape, case.causal
+    shape = case.shape
     sizes = shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k
-    few = few_of(*sizes, shape.head_dim, causal)
+    few = few_of(*sizes, shape.head_dim, case.causal)
     return next((step.name for step in steps if step.few in (None, few)), steps[0].name)
 
 

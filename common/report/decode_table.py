@@ -47,8 +47,9 @@ def _conditions(record: dict) -> str:
     gains = "".join(
         f"; {name} over {general}: {summary(decode_ratios(record, general, name))}" for name in few
     )
-    taken = " or ".join(name for name in record["sources"] if figures[name]["cells"])
-    if " or " in taken:
+    steps = [name for name in record["sources"] if figures[name]["cells"]]
+    taken = " or ".join(steps)
+    if len(steps) > 1:
         taken = f"{taken}, as attention() takes one or the other,"
     keys = sorted({cell["seq_k"] for cell in cells})
     return (
