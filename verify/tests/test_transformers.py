@@ -612,12 +612,16 @@ def test_parts_where_no_step_takes_lengths(side: str, calls) -> None:
 
 
 def static_mask(
-    q_length: int, written: int, tokens: Tensor | None = None, device: str = "cpu", **options
+    q_length: int,
+    written: int | Tensor,
+    tokens: Tensor | None = None,
+    device: str = "cpu",
+    **options,
 ) -> Tensor:
     """make_mask()'s, of new queries on a static cache with that many keys before them."""
     given = {"batch_size": 3, "q_length": q_length, "kv_length": TOKENS, "device": device}
     given |= {"mask_function": transformers.masking_utils.causal_mask_function}
-    given |= {"q_offset": torch.tensor(written, device=device), "attention_mask": tokens}
+    given |= {"q_offset": torch.as_tensor(written, device=device), "attention_mask": tokens}
     given |= {"allow_is_causal_skip": q_length > 1}
     return integration.make_mask(**given | options)
 
@@ -647,7 +651,7 @@ def test_no_static_mask_is_read() -> None:
 def test_the_host_waits_for_no_static_cache(calls) -> None:
     q, k = (torch.randn(3, 2, n, 64, device="cuda").bfloat16() for n in (1, TOKENS))
     written, module = torch.tensor(12, device="cuda"), torch.nn.Module()
-    given = {"q_length": 1, "written": 0, "device": "cuda", "q_offset": written}
+    given = {"q_length": 1, "written": written, "device": "cuda"}
     integration.attention_forward(module, q, k, k, static_mask(**given))  # the kernel is loaded
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -662,7 +666,7 @@ def test_no_padding_mask_is_read_while_a_graph_is_captured() -> None:
     tokens = padding_mask("left").bool().cuda()
     written = torch.tensor(TOKENS - 1, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        mask = static_mask(1, 0, tokens, "cuda", q_offset=written)
+        mask = static_mask(1, written, tokens, "cuda")
     assert "while a CUDA graph is captured" in mask.reason
 
 
