@@ -38,3 +38,11 @@ void take_signal(Signal& signal, simt::Site site) {
     simt::collective_between_blocks("take_signal", signal, simt::SignalAddress{&signal}, site,
                                     take);
 }
+
+void take_signals(Signal* signal, simt::Site site) {
+    const uint64_t own = reinterpret_cast<uint64_t>(signal);
+    for (int lane = 0; lane < simt::WARP_SIZE; ++lane) {
+        const uint64_t of = simt::exchange("take_signals", simt::ALL_LANES, own, lane, site);
+        if (of != 0) take_signal(*reinterpret_cast<Signal*>(of), site);
+    }
+}
