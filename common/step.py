@@ -29,10 +29,11 @@ _LIMITS = re.compile(
 )
 
 # What a step may be taken for only: few_of() says which of them a call is.
-FEW_QUERIES, FEW_WORK_TILES = "for few queries", "for few work tiles"
+FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES = "for few rows", "for few queries", "for few work tiles"
+_FEW = FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES
 _FEW_WITH_LENGTHS = "for few queries with lengths or windows"  # a condition of both kinds
 _TAKEN = re.compile(
-    rf"only (?P<condition>with deterministic=True|{FEW_QUERIES}|{FEW_WORK_TILES}"
+    rf"only (?P<condition>with deterministic=True|{FEW_ROWS}|{FEW_QUERIES}|{FEW_WORK_TILES}"
     rf"|for lengths and windows|{_FEW_WITH_LENGTHS}|for large head_dim); \S"
 )
 _REPEATS = re.compile(r"all bits but (?P<outputs>\w+(?:'s, \w+)*)'s; \S")
@@ -45,7 +46,10 @@ _PARTS = re.compile(
 HEAD_DIMS = range(8, 1025, 8)  # those that the cases of verify/ cover: a step can promise no others
 LARGE_HEAD_DIM = 256  # a larger head_dim is large; so is one that v does not share
 MULTIPROCESSORS = 132  # of an H100 or H200
-# What are_few() reckons with. From 640 to 896 IDLE_KEYS calls took as long on an H100, in the
+# What are_few_rows() reckons with: the rows of v18's work tile, and how much one block of an H100
+# merges as quickly as v13's second kernel does.
+TILE_ROWS, MERGED_ELEMENTS = 32, 2**15
+# And are_few(). From 640 to 896 IDLE_KEYS calls took as long on an H100, in the
 # geometric mean, and longer with 512 or 1024.
 BLOCK_QUERIES, MERGED_ROWS, IDLE_KEYS = 128, 128, 768
 UNEQUAL_KEYS = 2048  # and few_with()
@@ -158,6 +162,17 @@ class Step:
             raise UsageError(f"{self.name} {reason}")
 
 
+def are_few_rows(batch: int, heads: int, kv_heads: int, seq_q: int, head_dim: int) -> bool:
+    """Whether the queries of heads that share keys are so few that v18 is faster than v13, and v12.
+
+    They are one work tile's, of TILE_ROWS at most, and their parts, on as many blocks as there are
+    multiprocessors for each head of keys, have MERGED_ELEMENTS at most.
+    """
+    rows = seq_q * heads // kv_heads
+    parts = max(1, MULTIPROCESSORS // (batch * kv_heads))
+    return rows <= TILE_ROWS and rows * head_dim * parts <= MERGED_ELEMENTS
+
+
 def are_few(batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int) -> bool:
     """Whether queries are few for the keys that they see: v13 is faster there than v12.
 
@@ -203,9 +218,11 @@ def _are_idle(work: int, seq_k: int, idle_keys: int) -> bool:
 def few_of(
     batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int, causal: bool
 ) -> str | None:
-    """What such a call has few of: FEW_QUERIES, or where more than MERGED_ROWS share their keys
-    FEW_WORK_TILES; or nothing.
+    """What such a call has few of: FEW_ROWS; or FEW_QUERIES, or where more than MERGED_ROWS share
+    their keys FEW_WORK_TILES; or nothing.
     """
+    if are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
+        return FEW_ROWS
     if seq_q * heads <= MERGED_ROWS * kv_heads:
         return FEW_QUERIES if are_few(batch, heads, kv_heads, seq_q, seq_k) else None
     is_wide = head_dim > THREE_WARPGROUPS_DIM
@@ -240,9 +257,9 @@ def is_large(head_dim: int, v_head_dim: int) -> bool:
 def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
     """The step of the same ladder that this one changes: the highest below it, of these.
 
-    Those that attention() takes only for deterministic=True, only for few queries or work tiles,
-    only for large head_dim, or only for lengths and windows, are passed over: nothing builds on
-    them.
+    Those that attention() takes only for deterministic=True, only for few rows, queries or work
+    tiles, only for large head_dim, or only for lengths and windows, are passed over: nothing builds
+    on them.
     """
     ladder = [each for each in steps if each.operation == step.operation]
     below = [
@@ -256,8 +273,8 @@ def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
 def read_step(path: Path) -> Step:
     """Parses the header comment of a step's file: title line, change:, why:, limits:; draft:
     where attention() is not to take it yet; taken: where it is to take it only if asked for the
-    same bits each time, only for few queries or work tiles, only for large head_dim, or only for
-    lengths and windows; repeats: where a repeated call may give other bits, or another GPU; and
+    same bits each time, only for few rows, queries or work tiles, only for large head_dim, or only
+    for lengths and windows; repeats: where a repeated call may give other bits, or another GPU; and
     parts: where its kernels can be launched for one part of the keys after another.
 
     Raises UsageError where the file cannot be read or says something else.
@@ -302,7 +319,7 @@ def read_step(path: Path) -> Step:
         limits=_parse_limits(path, fields["limits"]),
         draft=fields.get("draft"),
         only_deterministic=taken == "with deterministic=True",
-        few=next((few for few in (FEW_QUERIES, FEW_WORK_TILES) if taken.startswith(few)), None),
+        few=next((few for few in _FEW if taken.startswith(few)), None),
         only_large_head_dim=taken == "for large head_dim",
         takes_lengths=taken in ("for lengths and windows", _FEW_WITH_LENGTHS),
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
@@ -322,8 +339,8 @@ def _parse_taken(path: Path, name: str, text: str | None) -> str:
     raise UsageError(
         f'{path}: \'taken:\' must read like "only with deterministic=True; why", "only for '
         f'lengths and windows; why", "only for large head_dim; why" or, of a forward step, "only '
-        f'for few queries; why", "only for few work tiles; why" or "only for few queries with '
-        f"lengths or windows; why\", not '{text}'"
+        f'for few rows; why", "only for few queries; why", "only for few work tiles; why" or "only '
+        f"for few queries with lengths or windows; why\", not '{text}'"
     )
 
 

@@ -2,15 +2,16 @@
 
 The record's keys are those of headline.py, but for these:
 
-sources     the hashes of the steps that are compared: those for few work tiles and for few queries,
-            where there are such, and last the one for any number
+sources     the hashes of the steps that are compared: those for few rows, few queries and few work
+            tiles, where there are such, and last the one for any number
 copy_bytes_per_second   of torch's copy of COPY_BYTES: what it reads and what it writes
 copy_samples_ms     of that copy
 skipped     the cells whose tensors do not fit into the device's memory, by name: what that said
 cells       in the order of common.problem.DECODE, each an interleaved run of its own
 routes      of a cell: which code a peer runs
 taken       of a cell: which of the steps attention() takes
-attentions  of a cell, by name: the steps and the peers, or why one is missing
+attentions  of a cell, by name: the steps and the peers, or why one is missing, as those for fewer
+            than the cell has are
 bytes_per_second    of an attention: q, k, v, o and lse, each moved once
 difference  of an attention: of its o from the step's, by comparison.difference_of()
 """
@@ -34,7 +35,7 @@ from ..problem import DECODE
 from ..records import DECODE_FILE, SCHEMA
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
-from ..step import FEW_QUERIES, FEW_WORK_TILES, Step, few_of
+from ..step import FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES, Step, few_of
 from .cells import build_all
 from .comparison import agreeing
 from .device_state import git_state, versions
@@ -83,8 +84,8 @@ def measure_decode() -> Path:
 
 
 def decode_steps(steps: Sequence[Step]) -> list[Step]:
-    """Of these steps, the newest that attention() takes for few work tiles, for few queries, and
-    for any number of both, as far as there are such.
+    """Of these steps, the newest that attention() takes for few rows, for few queries, for few work
+    tiles, and for any number of them, as far as there are such.
     """
     newest = {
         step.few: step
@@ -93,7 +94,7 @@ def decode_steps(steps: Sequence[Step]) -> list[Step]:
         and not step.takes_lengths
         and (step.few or step.is_candidate())
     }
-    return [newest[few] for few in (FEW_WORK_TILES, FEW_QUERIES, None) if few in newest]
+    return [newest[few] for few in (FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES, None) if few in newest]
 
 
 def measure_copy(device: torch.device) -> dict:
@@ -109,22 +110,25 @@ def measure_copy(device: torch.device) -> dict:
 def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict:
     """An entry of the record's cells. Every output is compared before anything is timed.
 
-    Raises UsageError where the first step agrees with no peer, and an error of not enough memory
-    where it cannot run for that. Whoever else it disagrees with is missing.
+    Raises UsageError where the step that attention() takes agrees with no peer, and an error of not
+    enough memory where it cannot run for that. Whoever else it disagrees with is missing.
     """
     inputs = _make_inputs(case, backend.device)
+    taken = _taken(steps, case)
+    for_fewer, compared = steps[: steps.index(taken)], steps[steps.index(taken) :]
     calls: dict[str, Callable[[], Outputs]] = {
-        step.name: partial(run, backend, step, *inputs, **case.arguments) for step in steps
+        step.name: partial(run, backend, step, *inputs, **case.arguments) for step in compared
     }
-    o, lse = calls[steps[0].name]()
+    o, lse = calls[taken.name]()
     moved_bytes = sum(tensor.nbytes for tensor in (*inputs, o, lse))
     peers = load_splitting(*inputs)
     calls |= {name: peer.call for name, peer in peers.items() if isinstance(peer, Peer)}
     missing = {name: peer for name, peer in peers.items() if isinstance(peer, str)}
+    missing |= {step.name: f"attention() takes it only {step.few}" for step in for_fewer}
     # The step before may be wrong in the same way: it counts only where there is no peer.
     ran = [name for name, peer in peers.items() if isinstance(peer, Peer)]
-    witnesses = ran or [step.name for step in steps[1:]]
-    differences = agreeing(steps[0].name, case.name, o, calls, witnesses, missing)
+    witnesses = ran or [step.name for step in compared[1:]]
+    differences = agreeing(taken.name, case.name, o, calls, witnesses, missing)
     del o, lse
     calls = {name: calls[name] for name in differences}
 
@@ -139,7 +143,7 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
         "environment": timed.environment,
         **asdict(case.shape),
         "routes": {name: peer.route for name, peer in peers.items() if isinstance(peer, Peer)},
-        "taken": _taken(steps, case),
+        "taken": taken.name,
         "attentions": {
             name: {
                 **_outcome(timed.samples_ms[name], flops, moved_bytes),
@@ -152,12 +156,12 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
     }
 
 
-def _taken(steps: Sequence[Step], case: Case) -> str:
+def _taken(steps: Sequence[Step], case: Case) -> Step:
     """The first of the steps but those for what the case has not few of."""
     shape = case.shape
     sizes = shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k
     few = few_of(*sizes, shape.head_dim, case.causal)
-    return next((step.name for step in steps if step.few in (None, few)), steps[0].name)
+    return next((step for step in steps if step.few in (None, few)), steps[0])
 
 
 def _make_inputs(case: Case, device: torch.device) -> Inputs:

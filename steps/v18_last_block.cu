@@ -1,0 +1,558 @@
+// v18 -- last block merges: one kernel, in which who has the last keys of a work tile merges its parts
+// taken: only for few rows; more take one block longer than v13's second kernel
+// change: the block with the last keys of a work tile waits for the other blocks' parts, and merges
+//     them. (It is the last one to start, and its part the last one to be there, or almost.) A work
+//     tile has up to 32 rows, 8 of each warp, and the other half of S is left alone. Whole work
+//     tiles are dealt out in turn. K and V come from L2 with as many bytes at once as a row of 128
+//     columns has
+// why: v13's merge costs 4.5 us where a query's keys are split, and 2.3 where there is nothing to
+//     merge, of some 12 to 60. Predicted: half of the former, none of the latter
+// repeats: all bits on as many multiprocessors; their number decides where the keys are cut
+// limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+#include "copy.cuh"
+#include "mma.cuh"
+#include "signal.cuh"
+#include "tma.cuh"
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
+
+constexpr int NUM_THREADS = 256;  // a warpgroup computes; another one copies
+constexpr int PRODUCER_WARP = 4;  // starts the copies of K and V; the next ones copy Q
+constexpr int Q_WARPS = 3;
+constexpr int BLOCK_M = 64;                          // rows of a product, 16 of each warp
+constexpr int WARP_ROWS = 8;                         // of those, the ones that are used
+constexpr int TILE_ROWS = 4 * WARP_ROWS;             // rows of a work tile
+constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
+constexpr int NUM_STAGES =                           // tiles of K, and of V, in shared memory
+    HEAD_DIM <= 64    ? 6
+    : HEAD_DIM <= 192 ? 3
+                      : 2;
+constexpr int Q_STAGES = 2;      // work tiles whose Q is there
+constexpr int PART_BARRIER = 1;  // of the warpgroup that computes
+constexpr int PANEL = 64;        // columns of a panel: 128 bytes a row, the swizzle's width
+constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
+
+// Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
+template <int ROWS>
+using Tile = Element[PANELS][ROWS][PANEL];
+
+// What a block has found in its keys of a work tile: O = sum P V, m and l, P = 2^(S - m).
+struct alignas(128) Part {
+    float o[TILE_ROWS][DIM];
+    float row_max[TILE_ROWS], row_sum[TILE_ROWS];
+    Signal ready;  // for who merges it, if that is another block
+};
+// A block leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
+// which goes on in the next block.
+enum PartKind { ENDS, GOES_ON };
+struct Parts {
+    Part part[2];
+};
+constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
+constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
+constexpr int MERGED_AT_ONCE = HEAD_DIM <= 128 ? 8 : 16;  // and of so many parts at a time
+
+struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
+    Tile<BLOCK_M> q[Q_STAGES];
+    Tile<BLOCK_N> k[NUM_STAGES], v[NUM_STAGES];
+    Mbarrier q_full[Q_STAGES], k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
+    Mbarrier q_empty[Q_STAGES], k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it
+};
+static_assert(sizeof(SharedMemory) <= 227 * 1024);
+
+extern "C" {
+__constant__ LaunchDescriptor launch_descriptor = {
+    .alignment = 16,
+    .kernels = {{.name = "attention_forward",
+                 .grid = {{SEQ_Q, TILE_ROWS}, {SEQ_K, BLOCK_N}, {HEADS, 1}, {BATCH, 1}},
+                 .threads = NUM_THREADS,
+                 .smem_bytes = sizeof(SharedMemory),
+                 .blocks_per_sm = 1}},
+    // One for each block; by an axis, as blocks without a second tile leave parts, too.
+    .workspace = {{.element_bytes = sizeof(Parts), .shape = {{BATCH, MAX_BLOCKS}}}},
+    .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+    .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
+};
+// 256, where a row has as many, arrive more quickly than twice 128; where it has 128, as quickly.
+__constant__ int32_t l2_fetch_bytes = HEAD_DIM <= PANEL ? 128 : 256;
+}
+
+// What a block computes of a work tile: of up to TILE_ROWS rows, which share a key head, the tiles of
+// keys first ... end - 1.
+struct Segment {
+    int first_row, kv_head, batch;
+    int first, end;
+    PartKind kind;
+    bool is_whole;  // all tiles of the work tile
+};
+
+// The shares. Row n of a key head is query n / group of head n % group of its group. What is counted
+// here is less than 2^32: a division of 64 bits takes ten times as long, and a short call waits for
+// these.
+struct Schedule {
+    const AttentionParams& p;
+    int group, rows;         // heads of a key head; their queries
+    int row_tiles;           // of a key head
+    uint32_t tiles;          // of keys, of each work tile
+    uint32_t works;          // work tiles
+    uint32_t blocks;         // that have a share
+    bool is_whole;           // a share is of whole work tiles
+    uint32_t share, longer;  // or else of so many tiles of keys; of the first blocks one more
+
+    __device__ Schedule(const AttentionParams& params, int grid)
+        : p(params),
+          group(p.heads / p.kv_heads),
+          rows(group * p.seq_q),
+          row_tiles((rows - 1) / TILE_ROWS + 1),
+          tiles((p.seq_k + BLOCK_N - 1) / BLOCK_N),
+          works(uint32_t(p.batch) * p.kv_heads * row_tiles),
+          blocks(min(grid, MAX_BLOCKS)) {
+        // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
+        // of each, where that keeps nine tenths of the blocks busy.
+        const uint32_t idle = ((works - 1) / blocks + 1) * blocks - works, parts = blocks / works;
+        const bool is_even = works >= blocks && works >= 9 * idle;
+        is_whole = is_even || uint64_t(works) * tiles > UINT32_MAX;
+        if (is_whole) return;
+        if (10 * works * parts >= 9 * blocks) blocks = works * parts;
+        blocks = min(blocks, works * tiles);
+        share = works * tiles / blocks;
+        longer = works * tiles - share * blocks;
+    }
+
+    // Where a block's share begins, and that of the block before ends.
+    __device__ uint32_t cut(uint32_t block) const { return share * block + min(block, longer); }
+    // Whose share has the tile.
+    __device__ uint32_t block_of(uint32_t tile) const {
+        const uint32_t first = cut(longer);
+        return tile < first ? tile / (share + 1) : longer + (tile - first) / share;
+    }
+
+    // The keys that a row sees. Causal: query i sees j <= i + seq_k - seq_q.
+    __device__ int visible_keys(int row) const {
+        return CAUSAL ? max(0, min(p.seq_k, row / group + p.seq_k - p.seq_q + 1)) : p.seq_k;
+    }
+};
+
+// A block's share, segment by segment.
+struct Share {
+    const Schedule& schedule;
+    uint32_t begin = 0, end = 0;          // of the tiles
+    uint32_t first_work = 0, stride = 1;  // of its work tiles
+    uint32_t count = 0;
+
+    __device__ Share(const Schedule& s, uint32_t block) : schedule(s) {
+        if (s.is_whole) {
+            first_work = block, stride = s.blocks;
+            if (block < min(s.blocks, s.works)) count = (s.works - 1 - block) / stride + 1;
+        } else if (block < s.blocks) {
+            begin = s.cut(block), end = s.cut(block + 1);
+            first_work = begin / s.tiles;
+            count = (end - 1) / s.tiles - first_work + 1;
+        }
+    }
+
+    // Whether it has the last keys of a work tile whose first ones it has not.
+    __device__ bool has_parts_to_merge() const {
+        return begin % schedule.tiles != 0 &&
+               schedule.tiles - begin % schedule.tiles <= end - begin;
+    }
+
+    __device__ Segment at(uint32_t i) const {
+        const Schedule& s = schedule;
+        const uint32_t work = first_work + i * stride;
+        Segment segment;
+        if (s.is_whole) {
+            segment.first = 0, segment.end = s.tiles;
+        } else {
+            const uint32_t before = work * s.tiles;
+            segment.first = max(begin, before) - before;
+            segment.end = min(end - before, s.tiles);
+        }
+        segment.kind = segment.end == s.tiles ? ENDS : GOES_ON;
+        segment.is_whole = segment.first == 0 && segment.end == s.tiles;
+        const uint32_t head_of_keys = work / s.row_tiles;
+        segment.first_row = (work - head_of_keys * s.row_tiles) * TILE_ROWS;
+        segment.batch = head_of_keys / s.p.kv_heads;
+        segment.kv_head = head_of_keys - segment.batch * s.p.kv_heads;
+        // Nothing is loaded that no row sees.
+        const int last_row = min(segment.first_row + TILE_ROWS, s.rows) - 1;
+        segment.end = min(segment.end, (s.visible_keys(last_row) + BLOCK_N - 1) / BLOCK_N);
+        return segment;
+    }
+};
+
+// Waits for the end of a phase. Phase -1 counts as ended: a new stage is empty.
+__device__ void wait_for(Mbarrier& barrier, int phase) {
+    while (!mbarrier_try_wait_parity(barrier, phase & 1)) {
+    }
+}
+
+// Starts tile[panel][r][col] = tensor[row + r][PANEL panel + col], zeros past its ends, and
+// announces its bytes to the barrier. Called by one thread.
+__device__ void load_tile(Tile<BLOCK_N>& tile, const TensorMap& map, int row, int head, int batch,
+                          Mbarrier& full) {
+    mbarrier_arrive_expect_tx(full, sizeof(tile));
+#pragma unroll
+    for (int panel = 0; panel < PANELS; ++panel)
+        cp_async_bulk_tensor_load(tile[panel][0], map, PANEL * panel, row, head, batch, full);
+}
+
+// Describes the columns d ... d + 15 of a tile: Q or K.
+template <int ROWS>
+__device__ uint64_t k_major(const Tile<ROWS>& tile, int d) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[d / PANEL][0][d % PANEL], 0, SWIZZLE_128B_TILE);
+}
+
+// Describes the rows key ... key + 15 of a tile, all columns: V.
+template <int ROWS>
+__device__ uint64_t mn_major(const Tile<ROWS>& tile, int key) {
+    return matrix_descriptor<SWIZZLE_128B>(&tile[0][key][0], sizeof(tile[0]), SWIZZLE_128B_TILE);
+}
+
+// Where TMA would put 8 elements of a tile's row from column d on: 8 chunks of a row change places.
+template <int ROWS>
+__device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
+    return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
+}
+
+// The row of a product that is a work tile's row.
+__device__ int row_of_product(int row) { return row / WARP_ROWS * 16 + row % WARP_ROWS; }
+
+// ---- copy Q, whose rows are of several heads: no box of a tensor map. By Q_WARPS warps. What stays
+// in rows that are not used is multiplied, and nobody reads the products
+__device__ void load_q(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+    constexpr int CHUNKS = DIM / VEC;  // of a row
+    const Schedule& schedule = share.schedule;
+    const int thread = threadIdx.x - 32 * (PRODUCER_WARP + 1);
+    for (uint32_t i = 0; i < share.count; ++i) {
+        const Segment segment = share.at(i);
+        const int stage = i % Q_STAGES, phase = i / Q_STAGES;
+        wait_for(smem.q_empty[stage], phase - 1);
+        const int rows = min(TILE_ROWS, schedule.rows - segment.first_row);
+        for (int n = thread; n < rows * CHUNKS; n += 32 * Q_WARPS) {
+            const int local = n / CHUNKS, d = n % CHUNKS * VEC, row = segment.first_row + local;
+            const int head = segment.kv_head * schedule.group + row % schedule.group;
+            const Element* q = p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
+                               row / schedule.group * p.q_stride.row + d;
+            const bool valid = d < HEAD_DIM;
+            cp_async_cg(swizzled(smem.q[stage], row_of_product(local), d), valid ? q : p.q, valid);
+        }
+        cp_async_commit_group();
+        cp_async_wait_group<0>();
+        fence_proxy_async();  // by each writer
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem.q_full[stage]);
+    }
+}
+
+// ---- copy K and V. By one thread
+__device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+    int number = 0;  // of the tile
+    for (uint32_t i = 0; i < share.count; ++i) {
+        const Segment segment = share.at(i);
+        for (int tile = segment.first; tile < segment.end; ++tile, ++number) {
+            const int stage = number % NUM_STAGES, phase = number / NUM_STAGES;
+            wait_for(smem.k_empty[stage], phase - 1);
+            load_tile(smem.k[stage], p.k_map, tile * BLOCK_N, segment.kv_head, segment.batch,
+                      smem.k_full[stage]);
+            wait_for(smem.v_empty[stage], phase - 1);
+            load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, segment.kv_head, segment.batch,
+                      smem.v_full[stage]);
+        }
+    }
+}
+
+// ---- what a consumer computes: its rows of all segments
+__device__ void compute(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+    const Schedule& schedule = share.schedule;
+    const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
+    const int lane = threadIdx.x % 32;
+    const int warp = uniform(threadIdx.x / 32);
+    Parts* const parts = static_cast<Parts*>(p.workspace[0]);
+    const auto release = [&](Mbarrier& empty) {
+        if (lane == 0) mbarrier_arrive(empty);
+    };
+    const float scale_log2 = p.softmax_scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s)
+    // A lane's s_acc[n][i] and o_acc[n][i], with i 0 or 1, are the elements of S and O in row lane / 4
+    // of its warp's and column 8 n + 2 (lane % 4) + i. With i 2 or 3 they are of rows that are not used.
+    float s_acc[BLOCK_N / 8][4];
+    uint32_t p_frag[BLOCK_N / 16][4];
+    float row_max;  // m, in units of log2
+    float row_sum;  // this lane's share of l
+    float rescale;
+
+    int number = 0;  // of the next tile among the block's
+    for (uint32_t i = 0; i < share.count; ++i) {
+        const Segment segment = share.at(i);
+        const int q_stage = i % Q_STAGES;
+        const Tile<BLOCK_M>& q = smem.q[q_stage];
+        const int local = WARP_ROWS * warp + lane / 4, row = segment.first_row + local;
+
+        // ---- S = Q K^T  [BLOCK_M, BLOCK_N]
+        const auto start_s = [&](int number) {
+            const int stage = number % NUM_STAGES;
+            wait_for(smem.k_full[stage], number / NUM_STAGES);
+            wgmma_fence(s_acc);
+#pragma unroll
+            for (int d = 0; d < HEAD_DIM; d += 16)
+                wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(
+                    s_acc, k_major<BLOCK_M>(q, d), k_major<BLOCK_N>(smem.k[stage], d), d > 0);
+            wgmma_commit_group();
+        };
+        float o_acc[DIM / 8][4] = {};
+        // ---- O += P V  [BLOCK_M, HEAD_DIM]
+        const auto start_pv = [&](int number) {
+            const int stage = number % NUM_STAGES;
+            wait_for(smem.v_full[stage], number / NUM_STAGES);
+            wgmma_fence(o_acc, p_frag);
+#pragma unroll
+            for (int j = 0; j < BLOCK_N; j += 16)
+                wgmma_m64nNk16<Element, MN_MAJOR>(o_acc, p_frag[j / 16],
+                                                  mn_major<BLOCK_N>(smem.v[stage], j), true);
+            wgmma_commit_group();
+        };
+        // ---- online softmax: P = 2^(S - m)
+        const auto softmax = [&](int tile) {
+            float tile_scale = scale_log2;
+            // Without this the largest S would not be the largest logit, and 0 * -inf is NaN.
+            if (scale_log2 <= 0.0f) {
+                tile_scale = 1.0f;
+#pragma unroll
+                for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) s_acc[n][i] *= scale_log2;
+            }
+            const int k_start = tile * BLOCK_N;
+            if (k_start + BLOCK_N > schedule.visible_keys(segment.first_row + WARP_ROWS * warp)) {
+                const int keys = schedule.visible_keys(row) - k_start - 2 * (lane % 4);
+#pragma unroll
+                for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        if (8 * n + i >= keys) s_acc[n][i] = -INFINITY;
+            }
+            float x = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) x = fmaxf(x, s_acc[n][i]);
+            const float row_max_new = fmaxf(row_max, quad_max(x) * tile_scale);
+            // Where no key is visible yet all S are -inf, and -inf + inf is NaN.
+            const float shift = row_max_new == -INFINITY ? 0.0f : row_max_new;
+            rescale = ex2_approx_ftz(row_max - shift);
+            row_max = row_max_new;
+            float sum = 0.0f;
+#pragma unroll
+            for (int n = 0; n < BLOCK_N / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    float& s = s_acc[n][i];
+                    s = ex2_approx_ftz(s * tile_scale - shift);
+                    sum += s;
+                }
+            row_sum = row_sum * rescale + sum;
+        };
+        const auto convert_p = [&] {
+#pragma unroll
+            for (int j = 0; j < BLOCK_N / 16; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* s = s_acc[2 * j + i / 2];
+                    p_frag[j][i] = i % 2 == 0 ? cvt_rn_x2<Element>(s[0], s[1]) : 0;
+                }
+        };
+
+        row_max = -INFINITY;
+        row_sum = 0.0f;
+        wait_for(smem.q_full[q_stage], i / Q_STAGES);
+        __syncwarp();  // a lane still waiting would miss the phases that the release allows
+        // ---- for each K/V tile
+        if (segment.first < segment.end) {
+            start_s(number);
+            wgmma_wait_group<0>(s_acc);
+            release(smem.k_empty[number % NUM_STAGES]);
+            softmax(segment.first);
+            convert_p();
+            for (int tile = segment.first + 1; tile < segment.end; ++tile, ++number) {
+                start_s(number + 1);
+                start_pv(number);
+                wgmma_wait_group<1>(s_acc);
+                release(smem.k_empty[(number + 1) % NUM_STAGES]);
+                softmax(tile);  // while O += P V runs
+                wgmma_wait_group<0>(o_acc, p_frag);
+                release(smem.v_empty[number % NUM_STAGES]);
+#pragma unroll
+                for (int n = 0; n < DIM / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) o_acc[n][i] *= rescale;
+                convert_p();
+            }
+            start_pv(number);
+            wgmma_wait_group<0>(o_acc, p_frag);
+            release(smem.v_empty[number % NUM_STAGES]);
+            ++number;
+        }
+        release(smem.q_empty[q_stage]);
+
+        // ---- write O and lse, or a part of them
+        Part& part = parts[blockIdx.x].part[segment.kind];
+        row_sum = quad_sum(row_sum);
+        const bool is_there = row < schedule.rows;
+        if (is_there && segment.is_whole) {
+            const int query = row / schedule.group;
+            const int head = segment.kv_head * schedule.group + row % schedule.group;
+            const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+            Element* o = p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head +
+                         query * p.o_stride.row + 2 * (lane % 4);
+#pragma unroll
+            for (int n = 0; n < HEAD_DIM / 8; ++n)
+                *reinterpret_cast<uint32_t*>(o + 8 * n) =
+                    cvt_rn_x2<Element>(o_acc[n][0] * inverse, o_acc[n][1] * inverse);
+            if (lane % 4 == 0)
+                p.lse[(int64_t(segment.batch) * p.heads + head) * p.seq_q + query] =
+                    row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
+        } else if (is_there) {
+#pragma unroll
+            for (int n = 0; n < DIM / 8; ++n)
+                *reinterpret_cast<uint64_t*>(&part.o[local][8 * n + 2 * (lane % 4)]) =
+                    uint64_t(uint32_t(__float_as_int(o_acc[n][1]))) << 32 |
+                    uint32_t(__float_as_int(o_acc[n][0]));
+            if (lane % 4 == 0) part.row_max[local] = row_max, part.row_sum[local] = row_sum;
+        }
+        if (segment.kind == GOES_ON) {
+            bar_sync(PART_BARRIER, 128);  // all warps have written
+            if (warp == 0) post_signal(part.ready);
+        }
+    }
+}
+
+// ---- o = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread has four
+// columns of a row, and of its parts every `lanes`-th: so many lanes of a warp have the same columns.
+// Of blocks first_block to this one, whose part is the last.
+__device__ void merge_chunk(const AttentionParams& p, const Schedule& schedule,
+                            const Segment& segment, uint32_t first_block, int local, int d,
+                            int lanes, bool is_there) {
+    const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
+    const int lane = threadIdx.x % lanes;
+    float row_max = -INFINITY, row_sum = 0.0f, o[4] = {};
+    for (uint32_t block = first_block + lane; is_there && block <= blockIdx.x;
+         block += MERGED_AT_ONCE * lanes) {
+        // All loads first: they take as long as one.
+        float part_max[MERGED_AT_ONCE], part_sum[MERGED_AT_ONCE];
+        float4 part_o[MERGED_AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < MERGED_AT_ONCE; ++n) {
+            const uint32_t of = block + n * lanes;
+            part_max[n] = -INFINITY, part_sum[n] = 0.0f, part_o[n] = make_float4(0, 0, 0, 0);
+            if (of > blockIdx.x) continue;
+            const Part& part = parts[of].part[of < blockIdx.x ? GOES_ON : ENDS];
+            part_max[n] = part.row_max[local], part_sum[n] = part.row_sum[local];
+            part_o[n] = load_float4(&part.o[local][d]);
+        }
+        float new_max = row_max;
+#pragma unroll
+        for (float m : part_max) new_max = fmaxf(new_max, m);
+        const float shift = new_max == -INFINITY ? 0.0f : new_max;  // -inf - -inf is NaN
+        const float rescale = ex2_approx_ftz(row_max - shift);
+        row_sum *= rescale;
+#pragma unroll
+        for (float& x : o) x *= rescale;
+#pragma unroll
+        for (int n = 0; n < MERGED_AT_ONCE; ++n) {
+            const float factor = ex2_approx_ftz(part_max[n] - shift);
+            row_sum += factor * part_sum[n];
+            o[0] += factor * part_o[n].x, o[1] += factor * part_o[n].y;
+            o[2] += factor * part_o[n].z, o[3] += factor * part_o[n].w;
+        }
+        row_max = new_max;
+    }
+    // The same once more, of what the lanes have.
+    const float lane_max = row_max;
+    for (int other = 1; other < lanes; other *= 2)
+        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, other));
+    const float rescale = ex2_approx_ftz(lane_max - (row_max == -INFINITY ? 0.0f : row_max));
+    row_sum *= rescale;
+#pragma unroll
+    for (float& x : o) x *= rescale;
+    for (int other = 1; other < lanes; other *= 2) {
+        row_sum += __shfl_xor_sync(0xffffffff, row_sum, other);
+#pragma unroll
+        for (float& x : o) x += __shfl_xor_sync(0xffffffff, x, other);
+    }
+    if (!is_there || lane > 0) return;
+    const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+    const int row = segment.first_row + local, query = row / schedule.group;
+    const int head = segment.kv_head * schedule.group + row % schedule.group;
+    Element* out =
+        p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head + query * p.o_stride.row;
+    store_float4(out + d,
+                 make_float4(o[0] * inverse, o[1] * inverse, o[2] * inverse, o[3] * inverse));
+    if (d == 0)
+        p.lse[(int64_t(segment.batch) * p.heads + head) * p.seq_q + query] =
+            row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
+}
+
+// The parts of the block's first work tile, whose last keys it has. GPUs start blocks in the order of
+// their numbers, and none waits for another before it has posted its own part. By all threads.
+__device__ void merge(const AttentionParams& p, const Share& share) {
+    const Schedule& schedule = share.schedule;
+    const Segment segment = share.at(0);
+    const uint32_t first_block = schedule.block_of(share.first_work * schedule.tiles);
+    if (threadIdx.x / 32 == PRODUCER_WARP + 1) {
+        Parts* const parts = static_cast<Parts*>(p.workspace[0]);
+        const uint32_t lane = threadIdx.x % 32;
+        for (uint32_t block = first_block; block < blockIdx.x; block += 32)
+            take_signals(block + lane < blockIdx.x ? &parts[block + lane].part[GOES_ON].ready
+                                                   : nullptr);
+    }
+    __syncthreads();  // all parts are there, and this block's, too
+    const uint32_t rows = min(TILE_ROWS, schedule.rows - segment.first_row);
+    const uint32_t chunks = rows * MERGE_CHUNKS, num_parts = blockIdx.x - first_block + 1;
+    // So many lanes that each loads all of its parts at once, unless there are not so many threads.
+    uint32_t lanes = 1;
+    while (lanes < 32 && MERGED_AT_ONCE * lanes < num_parts && 2 * lanes * chunks <= NUM_THREADS)
+        lanes *= 2;
+    for (uint32_t warp = threadIdx.x / 32; 32 * warp < chunks * lanes; warp += NUM_THREADS / 32) {
+        const uint32_t chunk = (32 * warp + threadIdx.x % 32) / lanes;
+        merge_chunk(p, schedule, segment, first_block, min(chunk / MERGE_CHUNKS, rows - 1),
+                    chunk % MERGE_CHUNKS * 4, lanes, chunk < chunks);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
+    attention_forward(const __grid_constant__ AttentionParams p) {
+    SharedMemory& smem = shared_memory<SharedMemory>();
+    if (threadIdx.x == 32 * PRODUCER_WARP) {
+        prefetch_tensormap(p.k_map);
+        prefetch_tensormap(p.v_map);
+    }
+    const Schedule schedule(p, gridDim.x);
+    const Share share(schedule, blockIdx.x);
+    const int warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
+
+    if (threadIdx.x == 32 * PRODUCER_WARP) {
+#pragma unroll
+        for (int stage = 0; stage < Q_STAGES; ++stage) {
+            mbarrier_init(smem.q_full[stage], Q_WARPS);
+            mbarrier_init(smem.q_empty[stage], 4);
+        }
+#pragma unroll
+        for (int stage = 0; stage < NUM_STAGES; ++stage) {
+            mbarrier_init(smem.k_full[stage], 1);
+            mbarrier_init(smem.v_full[stage], 1);
+            mbarrier_init(smem.k_empty[stage], 4);
+            mbarrier_init(smem.v_empty[stage], 4);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();  // the mbarriers are initialized
+
+    if (warp > PRODUCER_WARP)
+        load_q(p, share, smem);
+    else if (threadIdx.x == 32 * PRODUCER_WARP)
+        load_kv(p, share, smem);
+    else if (warp < PRODUCER_WARP)
+        compute(p, share, smem);
+    if (share.has_parts_to_merge()) merge(p, share);
+}
