@@ -81,7 +81,8 @@ __constant__ LaunchDescriptor launch_descriptor = {
     .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
 };
 __constant__ int32_t kernels_start_early = 1;
-__constant__ int32_t l2_fetch_bytes = 128;  // at twice that, K and V arrive more slowly
+// Half a row is a panel's: the other half is fetched with it, where the two are 256 bytes.
+__constant__ int32_t l2_fetch_bytes = HEAD_DIM % (2 * PANEL) == 0 ? 256 : 128;
 }
 
 // What a block computes of a work tile: of up to `tile_rows` rows, which share a key head, the tiles

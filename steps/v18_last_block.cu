@@ -1,12 +1,11 @@
-// v18 -- last block merges: one kernel, in which who has the last keys of a work tile merges its parts
-// taken: only for few rows; more take one block longer than v13's second kernel
-// change: the block with the last keys of a work tile waits for the other blocks' parts, and merges
-//     them. (It is the last one to start, and its part the last one to be there, or almost.) A work
-//     tile has up to 32 rows, 8 of each warp, and the other half of S is left alone. Whole work
-//     tiles are dealt out in turn. K and V come from L2 with as many bytes at once as a row of 128
-//     columns has
-// why: v13's merge costs 4.5 us where a query's keys are split, and 2.3 where there is nothing to
-//     merge, of some 12 to 60. Predicted: half of the former, none of the latter
+// v18 -- last block merges: the block with the last keys of a work tile merges its parts
+// taken: only for few rows; more take one block longer than v13's second kernel takes
+// change: there is no second kernel. The block that has the last keys of a work tile waits for the
+//     other blocks' parts of it, and merges them. A work tile has 32 rows, 8 of each warp, which leaves
+//     half of a product alone; whole work tiles are dealt out in turn; and there are fewer stages
+// why: of the 12 to 60 us that v13 takes for a query of each head on 1024 keys, its second kernel is
+//     4.5 where keys are split, and 2.3 where nothing is to be merged. Predicted: half of the one, and
+//     none of the other
 // repeats: all bits on as many multiprocessors; their number decides where the keys are cut
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "copy.cuh"
@@ -23,13 +22,10 @@ constexpr int BLOCK_M = 64;                          // rows of a product, 16 of
 constexpr int WARP_ROWS = 8;                         // of those, the ones that are used
 constexpr int TILE_ROWS = 4 * WARP_ROWS;             // rows of a work tile
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
-constexpr int NUM_STAGES =                           // tiles of K, and of V, in shared memory
-    HEAD_DIM <= 64    ? 6
-    : HEAD_DIM <= 192 ? 3
-                      : 2;
-constexpr int Q_STAGES = 2;      // work tiles whose Q is there
-constexpr int PART_BARRIER = 1;  // of the warpgroup that computes
-constexpr int PANEL = 64;        // columns of a panel: 128 bytes a row, the swizzle's width
+constexpr int NUM_STAGES = HEAD_DIM <= 64 ? 4 : 2;   // tiles of K, and of V, in shared memory
+constexpr int Q_STAGES = 2;                          // work tiles whose Q is there
+constexpr int PART_BARRIER = 1;                      // of the warpgroup that computes
+constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 
@@ -51,7 +47,7 @@ struct Parts {
 };
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
 constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
-constexpr int MERGED_AT_ONCE = HEAD_DIM <= 128 ? 8 : 16;  // and of so many parts at a time
+constexpr int MERGED_AT_ONCE = 8;           // and of so many parts at a time
 
 struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
     Tile<BLOCK_M> q[Q_STAGES];
@@ -74,8 +70,8 @@ __constant__ LaunchDescriptor launch_descriptor = {
     .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
     .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
 };
-// 256, where a row has as many, arrive more quickly than twice 128; where it has 128, as quickly.
-__constant__ int32_t l2_fetch_bytes = HEAD_DIM <= PANEL ? 128 : 256;
+// Half a row is a panel's: the other half is fetched with it, where the two are 256 bytes.
+__constant__ int32_t l2_fetch_bytes = HEAD_DIM % (2 * PANEL) == 0 ? 256 : 128;
 }
 
 // What a block computes of a work tile: of up to TILE_ROWS rows, which share a key head, the tiles of
@@ -275,7 +271,7 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
     };
     const float scale_log2 = p.softmax_scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s)
     // A lane's s_acc[n][i] and o_acc[n][i], with i 0 or 1, are the elements of S and O in row lane / 4
-    // of its warp's and column 8 n + 2 (lane % 4) + i. With i 2 or 3 they are of rows that are not used.
+    // of its warp's and column 8 n + 2 (lane % 4) + i. Those with i 2 or 3 are of rows not used.
     float s_acc[BLOCK_N / 8][4];
     uint32_t p_frag[BLOCK_N / 16][4];
     float row_max;  // m, in units of log2
