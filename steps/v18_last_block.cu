@@ -354,8 +354,8 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             for (int j = 0; j < BLOCK_N / 16; ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float* s = s_acc[2 * j + i / 2];
-                    p_frag[j][i] = i % 2 == 0 ? cvt_rn_x2<Element>(s[0], s[1]) : 0;
+                    const float* s = &s_acc[2 * j + i / 2][2 * (i % 2)];
+                    p_frag[j][i] = cvt_rn_x2<Element>(s[0], s[1]);
                 }
         };
 

@@ -2,16 +2,16 @@
 
 The record's keys are those of headline.py, but for these:
 
-sources     the hashes of the steps that are compared: those for few rows, few queries and few work
-            tiles, where there are such, and last the one for any number
+sources     the hashes of the steps that are compared: those for few rows, few work tiles and few
+            queries, where there are such, and last the one for any number
 copy_bytes_per_second   of torch's copy of COPY_BYTES: what it reads and what it writes
 copy_samples_ms     of that copy
 skipped     the cells whose tensors do not fit into the device's memory, by name: what that said
 cells       in the order of common.problem.DECODE, each an interleaved run of its own
 routes      of a cell: which code a peer runs
 taken       of a cell: which of the steps attention() takes
-attentions  of a cell, by name: the steps and the peers, or why one is missing, as those for fewer
-            than the cell has are
+attentions  of a cell, by name: the steps and the peers, or why one is missing, as one for few rows
+            is where there are more
 bytes_per_second    of an attention: q, k, v, o and lse, each moved once
 difference  of an attention: of its o from the step's, by comparison.difference_of()
 """
@@ -84,8 +84,8 @@ def measure_decode() -> Path:
 
 
 def decode_steps(steps: Sequence[Step]) -> list[Step]:
-    """Of these steps, the newest that attention() takes for few rows, for few queries, for few work
-    tiles, and for any number of them, as far as there are such.
+    """Of these steps, the newest that attention() takes for few rows, for few work tiles, for few
+    queries, and for any number of them, as far as there are such.
     """
     newest = {
         step.few: step
@@ -94,7 +94,7 @@ def decode_steps(steps: Sequence[Step]) -> list[Step]:
         and not step.takes_lengths
         and (step.few or step.is_candidate())
     }
-    return [newest[few] for few in (FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES, None) if few in newest]
+    return [newest[few] for few in (FEW_ROWS, FEW_WORK_TILES, FEW_QUERIES, None) if few in newest]
 
 
 def measure_copy(device: torch.device) -> dict:
@@ -115,7 +115,9 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
     """
     inputs = _make_inputs(case, backend.device)
     taken = _taken(steps, case)
-    for_fewer, compared = steps[: steps.index(taken)], steps[steps.index(taken) :]
+    # A step for few rows reads the keys again for each work tile of them: with many it would take
+    # most of the time.
+    compared = [step for step in steps if step == taken or step.few != FEW_ROWS]
     calls: dict[str, Callable[[], Outputs]] = {
         step.name: partial(run, backend, step, *inputs, **case.arguments) for step in compared
     }
@@ -124,10 +126,10 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
     peers = load_splitting(*inputs)
     calls |= {name: peer.call for name, peer in peers.items() if isinstance(peer, Peer)}
     missing = {name: peer for name, peer in peers.items() if isinstance(peer, str)}
-    missing |= {step.name: f"attention() takes it only {step.few}" for step in for_fewer}
+    missing |= {step.name: f"it is {step.few}" for step in steps if step not in compared}
     # The step before may be wrong in the same way: it counts only where there is no peer.
     ran = [name for name, peer in peers.items() if isinstance(peer, Peer)]
-    witnesses = ran or [step.name for step in compared[1:]]
+    witnesses = ran or [step.name for step in compared if step != taken]
     differences = agreeing(taken.name, case.name, o, calls, witnesses, missing)
     del o, lse
     calls = {name: calls[name] for name in differences}
