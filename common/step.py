@@ -168,9 +168,10 @@ def are_few_rows(batch: int, heads: int, kv_heads: int, seq_q: int, head_dim: in
     They are one work tile's, of TILE_ROWS at most, and their parts, on as many blocks as there are
     multiprocessors for each head of keys, have MERGED_ELEMENTS at most.
     """
-    rows = seq_q * heads // kv_heads
-    parts = max(1, MULTIPROCESSORS // (batch * kv_heads))
-    return rows <= TILE_ROWS and rows * head_dim * parts <= MERGED_ELEMENTS
+    queries = seq_q * heads  # of all heads: without divisions by what is refused later if it is 0
+    parts = max(1, MULTIPROCESSORS // max(1, batch * kv_heads))
+    elements = queries * head_dim * parts
+    return queries <= TILE_ROWS * kv_heads and elements <= MERGED_ELEMENTS * kv_heads
 
 
 def are_few(batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int) -> bool:

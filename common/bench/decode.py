@@ -59,7 +59,7 @@ def measure_decode() -> Path:
 
     A run that is interrupted leaves what it has measured in build/, where the next of the same
     code on such a GPU goes on with it. Raises UsageError where the first of decode_steps() cannot
-    run, or where it is wrong.
+    run, or where the one that attention() takes is wrong.
     """
     backend = GpuBackend()
     steps = decode_steps(steps_to_run())

@@ -14,7 +14,7 @@ from common.lengths import Lengths
 from common.operation import BACKWARD, FORWARD, OPERATIONS, Operation
 from common.operator import highest_step
 from common.runtime.cpu import CpuBackend
-from common.step import FEW_QUERIES, FEW_WORK_TILES
+from common.step import FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES
 from verify.layouts import contiguous, transposed
 from verify.reference import attention_reference
 
@@ -61,19 +61,25 @@ def test_a_step_of_another_ladder_is_not_taken(monkeypatch) -> None:
     assert highest_step(CpuBackend(), FORWARD, inputs, causal=False) is first
 
 
-def test_a_step_for_few_queries_or_work_tiles_is_taken_only_for_them(monkeypatch) -> None:
+def test_a_step_for_few_is_taken_only_for_them(monkeypatch) -> None:
     first = find_step("v01")
-    few = replace(first, name="v98", few=FEW_QUERIES)
-    tiles = replace(first, name="v99", few=FEW_WORK_TILES)
-    monkeypatch.setattr("common.operator.all_steps", lambda: (first, few, tiles))
+    few = replace(first, name="v97", few=FEW_QUERIES)
+    tiles = replace(first, name="v98", few=FEW_WORK_TILES)
+    rows = replace(first, name="v99", few=FEW_ROWS)
+    monkeypatch.setattr("common.operator.all_steps", lambda: (first, few, tiles, rows))
     own, shared = (torch.zeros(1, heads, 3, 8) for heads in (4, 2))
     many = own[:, :, :1].expand(-1, -1, 2000, -1)
     for k, seq_q, step in (
-        (own, 1, first),
-        (many, 1, few),
+        (own, 1, rows),
+        (own, 32, rows),
+        (own, 33, first),
+        (many, 32, rows),
+        (many, 33, few),
         (many, 128, few),
         (many, 129, tiles),
         (many, 10000, first),
+        (shared, 16, rows),
+        (shared, 17, few),
         (shared, 64, few),
         (shared, 65, first),
     ):
@@ -86,9 +92,21 @@ def test_a_step_for_few_queries_or_work_tiles_is_taken_only_for_them(monkeypatch
     # How many keys' heads there are is not known.
     alone = [torch.zeros(1, 1, 1, 8)]
     assert highest_step(CpuBackend(), FORWARD, alone, False, as_they_lie=False) is first
-    monkeypatch.setattr("common.operator.all_steps", lambda: (first, replace(few, draft="not yet")))
-    inputs = (torch.zeros(1, 4, 1, 8), shared, shared)
-    assert highest_step(CpuBackend(), FORWARD, inputs, False, as_they_lie=False) is first
+    for seq_q, step in ((16, rows), (17, few)):
+        drafts = (first, replace(step, draft="not yet"))
+        monkeypatch.setattr("common.operator.all_steps", lambda drafts=drafts: drafts)
+        inputs = (torch.zeros(1, 4, seq_q, 8), shared, shared)
+        assert highest_step(CpuBackend(), FORWARD, inputs, False, as_they_lie=False) is first
+
+
+def test_what_attention_takes_for_few_rows() -> None:
+    """The newest step for them, whether heads share keys or not, and whatever the mask."""
+    newest = [step.name for step in all_steps() if step.few == FEW_ROWS][-1]
+    for heads, kv_heads, seq_q, is_few in ((16, 16, 32, True), (32, 8, 8, True), (32, 8, 9, False)):
+        q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(8, heads, seq_q, -1)
+        k = q[:, :1, :1].expand(-1, kv_heads, 1024, -1)
+        for causal in (False, True):
+            assert (_newest(FORWARD, (q, k, k), causal) == newest) is is_few
 
 
 def test_a_step_for_large_head_dim_is_taken_only_for_it(monkeypatch) -> None:

@@ -22,9 +22,13 @@ from common.step import (
     ARCHITECTURES,
     DTYPES,
     FEW_QUERIES,
+    FEW_ROWS,
     FEW_WORK_TILES,
+    MERGED_ELEMENTS,
+    TILE_ROWS,
     Parts,
     are_few,
+    are_few_rows,
     few_of,
     few_with,
     read_step,
@@ -63,9 +67,9 @@ MALFORMED = {
     "not taken": (
         lambda path: replace(path, "// why:", "// taken: seldom\n// why:"),
         'must read like "only with deterministic=True; why", "only for lengths and windows; why", '
-        '"only for large head_dim; why" or, of a forward step, "only for few queries; why", "only '
-        'for few work tiles; why" or "only for few queries with lengths or windows; why", not '
-        "'seldom'",
+        '"only for large head_dim; why" or, of a forward step, "only for few rows; why", "only '
+        'for few queries; why", "only for few work tiles; why" or "only for few queries with '
+        "lengths or windows; why\", not 'seldom'",
     ),
     "no parts": (
         lambda path: replace(path, "// why:", "// parts: some\n// why:"),
@@ -303,7 +307,7 @@ def test_where_a_step_is_taken(tmp_path, taken, condition):
     assert step.is_candidate(deterministic=True) == (condition in (None, "only_deterministic"))
 
 
-@pytest.mark.parametrize("few", [FEW_QUERIES, FEW_WORK_TILES])
+@pytest.mark.parametrize("few", [FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES])
 def test_a_step_may_be_taken_for_few(tmp_path, few):
     step = read_step(write(tmp_path, LIMITS + f"\n// taken: only {few}; for more,\n//     slower"))
     assert step.few == few
@@ -326,6 +330,8 @@ def test_a_step_may_be_taken_for_few_queries_with_lengths(tmp_path):
         "only for few queries with lengths or windows",
         "only for few queries",
         "only for few queries;",
+        "only for few rows",
+        "only for few rows with lengths or windows; slower",
         "only for few work tiles with lengths or windows; slower",
         "for few queries; slower",
         "only for many queries; slower",
@@ -340,15 +346,15 @@ def test_a_step_may_be_taken_for_few_queries_with_lengths(tmp_path):
 def test_a_wrong_taken_is_one_clear_line(tmp_path, wrong):
     told = (
         "v99_x.cu: 'taken:' must .* \"only for large head_dim; why\" or, of a forward step, "
-        '"only for few queries; why", "only for few work tiles; why" or "only for few queries with '
-        f"lengths or windows; why\", not '{wrong}'$"
+        '"only for few rows; why", "only for few queries; why", "only for few work tiles; why" or '
+        f"\"only for few queries with lengths or windows; why\", not '{wrong}'$"
     )
     with pytest.raises(UsageError, match=told):
         read_step(write(tmp_path, f"{LIMITS}\n// taken: {wrong}"))
 
 
 @pytest.mark.parametrize(
-    "few", ["few queries", "few work tiles", "few queries with lengths or windows"]
+    "few", ["few rows", "few queries", "few work tiles", "few queries with lengths or windows"]
 )
 def test_no_backward_step_is_for_few_queries(tmp_path, few):
     """Its lookup does not depend on their number."""
@@ -393,6 +399,55 @@ def test_a_backward_step_may_take_lengths(tmp_path):
 )
 def test_queries_are_few(shape, few):
     assert are_few(*shape) is few
+
+
+# A batch, and heads of keys, each of whose work tiles 132 multiprocessors cut into so many parts.
+CUT = [
+    (1, 1, 132),
+    (1, 8, 16),
+    (2, 8, 8),
+    (8, 8, 2),
+    (1, 66, 2),
+    (1, 67, 1),
+    (64, 8, 1),  # more work tiles than multiprocessors
+]
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
+@pytest.mark.parametrize(("batch", "kv_heads", "parts"), CUT)
+def test_rows_are_few(batch, kv_heads, parts, head_dim):
+    """One work tile's, and not too many for one block to merge their parts."""
+    most = min(TILE_ROWS, MERGED_ELEMENTS // (head_dim * parts))
+    for rows in range(1, TILE_ROWS + 2):
+        few = rows <= most
+        assert are_few_rows(batch, kv_heads, kv_heads, rows, head_dim) is few
+        assert are_few_rows(batch, rows * kv_heads, kv_heads, 1, head_dim) is few
+
+
+@pytest.mark.parametrize(("batch", "kv_heads", "parts"), CUT)
+def test_what_one_block_merges(monkeypatch, batch, kv_heads, parts):
+    """Rows that are more are still few queries, whose parts another kernel merges."""
+    shape = batch, 6 * kv_heads, kv_heads, 5  # 30 rows
+    for elements, few in ((30 * 72 * parts, FEW_ROWS), (30 * 72 * parts - 1, FEW_QUERIES)):
+        monkeypatch.setattr("common.step.MERGED_ELEMENTS", elements)
+        assert are_few_rows(*shape, 72) is (few == FEW_ROWS)
+        assert few_of(*shape, 1000, 72, False) == few
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seq_k", [1, 1 << 30])
+def test_rows_are_few_for_any_keys(seq_k, causal):
+    for heads, seq_q in ((8, TILE_ROWS), (16, TILE_ROWS // 2), (8 * TILE_ROWS, 1)):
+        assert few_of(64, heads, 8, seq_q, seq_k, 64, causal) == FEW_ROWS
+    # One row more, and heads share keys, or do not.
+    assert few_of(64, 8 * (TILE_ROWS + 1), 8, 1, seq_k, 64, causal) == FEW_QUERIES
+    assert few_of(64, 8, 8, TILE_ROWS + 1, seq_k, 64, causal) is None
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 1), (1, 0, 1), (1, 2, 0), (0, 0, 0)])
+def test_what_an_empty_call_has_few_of_is_no_error(shape):
+    """It is asked before the call is refused."""
+    few_of(*shape, 9, 11, 64, False)
 
 
 @pytest.mark.parametrize(

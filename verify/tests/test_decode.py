@@ -33,7 +33,7 @@ from common.report.expressions import evaluate
 from common.report.markdown import REQUIRED_TABLES, render
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.gpu import GpuBackend
-from common.step import FEW_QUERIES, FEW_WORK_TILES
+from common.step import FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES
 from verify.cases import BF16, Case, Shape
 from verify.reference import attention_reference
 from verify.tests.fake_records import fake_decode
@@ -91,7 +91,8 @@ def timed(monkeypatch) -> list[dict]:
     calls_timed = []
 
     def load_splitting(*inputs):
-        o, _ = attention_reference(*inputs, causal=False, softmax_scale=TINY.scale)
+        scale = inputs[0].shape[-1] ** -0.5
+        o, _ = attention_reference(*inputs, causal=False, softmax_scale=scale)
         return {"sdpa_cudnn": "no such shape", "flash_attention_3": Peer(lambda: o, "fake")}
 
     def time_interleaved(calls, *, rounds, warmup, sleep_cycles):
@@ -160,6 +161,7 @@ def test_the_step_before_need_not_run(timed):
 
 FEW = replace(V02, few=FEW_QUERIES)
 TILES = replace(V02, name="v03", few=FEW_WORK_TILES)
+ROWS = replace(V02, name="v04", few=FEW_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -169,15 +171,71 @@ TILES = replace(V02, name="v03", few=FEW_WORK_TILES)
         ([FEW, V01], 65, "v01"),
         ([V02, V01], 65, "v02"),
         ([FEW], 65, "v02"),
-        ([TILES, FEW, V01], 64, "v02"),
-        ([TILES, FEW, V01], 65, "v01"),
+        ([FEW, TILES, V01], 64, "v02"),
+        ([FEW, TILES, V01], 65, "v01"),
+        ([ROWS, V01], 16, "v04"),
+        ([ROWS, V01], 17, "v01"),
+        ([FEW, V01], 16, "v01"),  # as attention() takes no other step for few rows
     ],
 )
-def test_a_step_for_few_queries_is_taken_only_for_them(timed, steps, seq_q, taken):
-    case = replace(TINY, shape=replace(TINY.shape, batch=1, seq_q=seq_q))
+def test_a_step_for_few_is_taken_only_for_them(timed, steps, seq_q, taken):
+    case = replace(TINY, shape=Shape(1, 4, 2, seq_q, 96, 8))
     cell = decode.measure_cell(TorchBackend(), steps, case)
     assert cell["taken"] == taken
     assert find_error(with_cell(cell), DECODE_RECORD) is None
+
+
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "compared"),
+    [
+        (1, 96, ["v04", "v02", "v03", "v01"]),
+        (17, 96, ["v02", "v03", "v01"]),
+        (65, 1024, ["v03", "v01"]),
+        (65, 96, ["v01"]),
+    ],
+)
+def test_steps_for_fewer_than_the_cell_has_are_not_run(timed, seq_q, seq_k, compared):
+    """The step that is taken, and those that could do without its bounds, are."""
+    steps = [ROWS, FEW, TILES, V01]
+    case = replace(TINY, shape=Shape(1, 4, 2, seq_q, seq_k, 8))
+    refusals = {each.name: UsageError("run") for each in steps if each.name not in compared}
+    cell = decode.measure_cell(TorchBackend(**refusals), steps, case)
+    assert cell["taken"] == compared[0]
+    assert timed[-1]["names"] == [*compared, "flash_attention_3"]
+    attentions = cell["attentions"]
+    assert list(attentions) == ["v04", "v02", "v03", "v01", "sdpa_cudnn", "flash_attention_3"]
+    told = {
+        "v04": "attention() takes it only for few rows",
+        "v02": "attention() takes it only for few queries",
+        "v03": "attention() takes it only for few work tiles",
+    }
+    for name, each in attentions.items():
+        if name in refusals:
+            assert each == {"missing": told[name]}
+        elif name != "sdpa_cudnn":
+            assert each["time_ms"] == 10.0
+    assert find_error(with_cell(cell), DECODE_RECORD) is None
+
+
+def test_the_step_that_is_taken_must_agree_with_a_peer(timed):
+    """Others that are wrong, or would be, are none of its concern."""
+    case = replace(TINY, shape=Shape(1, 4, 2, 17, 96, 8))
+    told = r"v02 agrees with nobody on tiny: .*v04: attention\(\) takes it only for few rows; "
+    with pytest.raises(UsageError, match=told):
+        decode.measure_cell(TorchBackend(v02=1.0), [ROWS, FEW, V01], case)
+    cell = decode.measure_cell(TorchBackend(v04=1.0, v01=1.0), [ROWS, FEW, V01], case)
+    assert timed[-1]["names"] == ["v02", "flash_attention_3"]
+    assert cell["attentions"]["v02"]["difference"] == 0.0
+
+
+def test_without_peers_a_later_step_is_the_witness(timed, monkeypatch):
+    monkeypatch.setattr(decode, "load_splitting", lambda *_: {"sdpa_cudnn": "no such shape"})
+    steps = [ROWS, FEW, V01]
+    case = replace(TINY, shape=Shape(1, 4, 2, 17, 96, 8))
+    decode.measure_cell(TorchBackend(v04=1.0), steps, case)
+    assert timed[-1]["names"] == ["v02", "v01"]
+    with pytest.raises(UsageError, match="v02 agrees with nobody on tiny: "):
+        decode.measure_cell(TorchBackend(v04=1.0, v02=1.0), steps, case)
 
 
 def test_difference_is_of_the_worst_row():
@@ -260,11 +318,14 @@ def test_record(measure, tmp_path):
 
 
 def test_steps_that_are_compared():
-    assert [step.few for step in STEPS] == [FEW_WORK_TILES, FEW_QUERIES, None]
+    assert [step.few for step in STEPS] == [FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES, None]
     assert all(step.operation == FORWARD and not step.takes_lengths for step in STEPS)
     general = replace(V01, few=None)
     newer = replace(FEW, name="v09")
     assert decode.decode_steps([general, FEW, newer]) == [newer, general]
+    with_lengths = replace(newer, name="v10", takes_lengths=True)
+    ordered = [ROWS, FEW, TILES, general]
+    assert decode.decode_steps([general, TILES, FEW, ROWS, with_lengths]) == ordered
     assert decode.decode_steps([replace(V01, draft="new"), V02]) == [V02]
 
 
@@ -317,11 +378,14 @@ def unchanged(tmp_path_factory) -> RecordSet:
 
 
 def fake_of_two() -> dict:
-    """attention() takes v02 but for 128 queries, where it takes v01: 3 ms, and 0.8 of a peer."""
+    """attention() takes v02 but for 128 queries, where it takes v01: 3 ms, and 0.8 of a peer. v02,
+    which is for fewer, has not been run there.
+    """
     record = fake_decode(V02, V01)
     for cell in record["cells"]:
         if cell["seq_q"] == 128:
             cell["taken"] = "v01"
+            cell["attentions"]["v02"] = {"missing": "attention() takes it only for few rows"}
     return record
 
 
@@ -455,6 +519,27 @@ def test_table_of_two_steps(record_set):
         "of 276 cells 1.047 ×, smallest 0.267 × (d64_b1_h32_kv8_q128_1024); v02 over v01: "
         "geometric mean of 207 cells 3.000 ×, smallest "
     )
+    assert (
+        "Missing: sdpa_cudnn in 69 of 276 cells: no such shape.; v02 in 69 of 276 cells: "
+        "attention() takes it only for few rows. 12 cells do not fit"
+    ) in lines[-1]
+
+
+def test_a_step_that_is_missing_in_a_cell_is_no_error(record_set):
+    loaded = record_set(cells=fake_of_two()["cells"])
+    missing = "d64_b1_h32_kv8_q128_1024"
+    assert evaluate(f"decode.{missing}.v02.time_ms : .1f", loaded) == "missing"
+    assert evaluate(f"decode.{missing}.v01.time_ms : .1f", loaded) == "3.0"
+    assert evaluate("decode.v02.cells", loaded) == "207"
+    (row,) = (row for row in rows.decode(loaded) if (row["head_dim"], row["seq_q"]) == (64, 128))
+    assert (row["slower"], row["cells"]) == (23, 23)
+    # Where none of the cells has it, attention() takes another one everywhere.
+    cells = [cell for cell in fake_of_two()["cells"] if cell["seq_q"] == 128]
+    without = record_set(cells=cells)
+    assert evaluate("decode.v02.gain : .1f", without) == "not measured"
+    caption = decode_table.decode(without).splitlines()[-1]
+    assert caption.startswith("v01 over the fastest peer: geometric mean of 69 cells 0.267 ×, ")
+    assert "; v02 over v01: not measured. " in caption
 
 
 def test_what_is_missing_in_a_table(record_set):
@@ -540,7 +625,10 @@ def test_markers(record_set, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_small_cells_on_a_gpu(monkeypatch, tmp_path):
-    names = ("d64_b1_h32_kv8_q1_1024", "d128_b1_h64_kv8_q128_1024", "d256_b8_h16_kv16_q4_2048")
+    names = (
+        *("d64_b1_h32_kv8_q1_1024", "d128_b1_h64_kv8_q16_1024", "d128_b1_h64_kv8_q128_2048"),
+        *("d128_b1_h64_kv8_q128_1024", "d256_b8_h16_kv16_q4_2048"),
+    )
     if refusal := GpuBackend().refusal(NEWEST, DECODE[names[0]].specialization):
         pytest.skip(f"{NEWEST.name} {refusal}")
     monkeypatch.setattr(decode, "DECODE", {name: DECODE[name] for name in names})
@@ -549,8 +637,12 @@ def test_small_cells_on_a_gpu(monkeypatch, tmp_path):
     record = read_record(decode.measure_decode(), DECODE_RECORD)
     assert [cell["name"] for cell in record["cells"]] == list(names)
     assert not record["skipped"]
+    steps = [step.name for step in STEPS]
+    assert {cell["taken"] for cell in record["cells"]} == {*steps}
     for cell in record["cells"]:
-        assert "missing" not in cell["attentions"][NEWEST.name]
-        for step in STEPS[1:]:
-            assert 0 <= cell["attentions"][step.name]["difference"] < 0.01
+        taken = steps.index(cell["taken"])
+        for name in steps[:taken]:
+            assert "missing" in cell["attentions"][name]
+        for name in steps[taken:]:
+            assert 0 <= cell["attentions"][name]["difference"] < 0.01
     assert 0.1e12 < record["copy_bytes_per_second"] < 100e12

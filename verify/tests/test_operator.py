@@ -24,7 +24,7 @@ from common import operator as op
 from common.catalog import all_steps
 from common.paths import ROOT
 from common.runtime.launch import LaunchDescriptor
-from common.step import FEW_QUERIES
+from common.step import FEW_QUERIES, FEW_ROWS
 from verify.cases import BF16
 from verify.layouts import contiguous, padded, transposed
 
@@ -324,7 +324,7 @@ def test_what_a_step_depends_on_is_looked_up(prepared) -> None:
     for inputs in (
         (at_2.copy_(q), k, v),  # nor is the first row at one
         (far.copy_(q), k, v),  # other strides, but as good
-        (q[:, :, :1], k, v),
+        (q[:, :, :8], k, v),
         (q, longer, longer),
         (q.repeat(1, 2, 1, 1), k, v),
         (q, k, v.expand(1, *v.shape[1:])),
@@ -333,17 +333,23 @@ def test_what_a_step_depends_on_is_looked_up(prepared) -> None:
     assert len(prepared) == len(calls) + 1
 
 
-def test_few_queries_may_have_a_step_of_their_own(prepared, monkeypatch) -> None:
-    steps = (OLDEST, replace(OLDEST, name="v98", few=FEW_QUERIES))
-    monkeypatch.setattr(op, "all_steps", lambda: steps)
+def test_few_queries_and_rows_may_have_a_step_of_their_own(prepared, monkeypatch) -> None:
+    queries, rows = (
+        replace(OLDEST, name=name, few=few)
+        for name, few in (("v98", FEW_QUERIES), ("v99", FEW_ROWS))
+    )
+    monkeypatch.setattr(op, "all_steps", lambda: (OLDEST, queries, rows))
     q, k, v = make_inputs()  # two heads that share keys
     longer = q.repeat(1, 1, 8, 1)
-    for queries in (q, longer[:, :, :65], longer[:, :, :64], longer, longer[:, :1, :64]):
-        o = attention(queries, k, v)
-        expected = scaled_dot_product_attention(queries, k, v, enable_gqa=True)
+    for some in (
+        *(q, longer[:, :, :65], longer[:, :, :64], longer, longer[:, :1, :64]),
+        *(q[:, :, :1], q[:, :1, :2]),
+    ):
+        o = attention(some, k, v)
+        expected = scaled_dot_product_attention(some, k, v, enable_gqa=True)
         torch.testing.assert_close(o, expected, atol=2**-8, rtol=2**-7)
-    assert [chosen.step.name for chosen in op._calls.values()] == ["v98", "v01"]
-    assert len(prepared) == 2
+    assert [chosen.step.name for chosen in op._calls.values()] == ["v98", "v01", "v99"]
+    assert len(prepared) == 3
 
 
 def test_an_axis_of_size_1_has_no_stride(prepared) -> None:
@@ -379,6 +385,8 @@ def test_rows_that_few_steps_can_read_decide_for_no_others(prepared) -> None:
         lambda q, k, v: (q, k[:, :, :-1], v),
         lambda q, k, v: (q, k, v.repeat(1, 2, 1, 1)),
         lambda q, k, v: (q, k[:, :0], v[:, :0]),
+        lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]),
+        lambda q, k, v: (q[:0], k[:0], v[:0]),
         lambda q, k, v: (q[:, :, :0], k, v),
         lambda q, k, v: (q, k[..., :32], v[..., :32]),
         lambda q, k, v: (q, k, v[..., :31]),
@@ -392,7 +400,9 @@ def test_rows_that_few_steps_can_read_decide_for_no_others(prepared) -> None:
         "batch",
         "k's keys",
         "v's heads",
+        "no heads of keys",
         "no heads",
+        "no batch",
         "no queries",
         "head_dim",
         "v's head_dim",

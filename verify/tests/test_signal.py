@@ -15,17 +15,34 @@ from verify.tests.small_kernels import Fault, expect_report, run, write_faults, 
 INCLUDE = '#include "signal.cuh"\n#define SIGNAL(i) (*reinterpret_cast<Signal*>(p.o + 8 * (i)))'
 
 
-@pytest.mark.parametrize("blocks", [2, 48])  # all of which any GPU can run at once
-def test_numbers_go_round(make_backend, blocks):
-    backend = make_backend()
+def launched(backend, name: str, blocks: int, lanes: int) -> torch.Tensor:
+    """lse [blocks, lanes] of the kernel of this name in verify/instructions."""
     if backend.name == "cpu":
         backend.calls = 2
-    step = read_step(ROOT / "verify" / "instructions" / "signal.cu")
+    step = read_step(ROOT / "verify" / "instructions" / f"{name}.cu")
     q = torch.zeros(1, 1, blocks, 8, dtype=torch.bfloat16, device=backend.device)
-    lse = torch.full((blocks, 64), torch.nan, device=backend.device)
+    lse = torch.full((blocks, lanes), torch.nan, device=backend.device)
     backend.launch(step, q, q, q, q.clone(), lse, causal=False, softmax_scale=1.0)
+    return lse.cpu()
+
+
+MANY = [2, 48]  # blocks, all of which any GPU can run at once
+
+
+@pytest.mark.parametrize("blocks", MANY)
+def test_numbers_go_round(make_backend, blocks):
     expected = 19 * blocks + 1 + torch.arange(float(blocks))
-    assert torch.equal(lse.cpu(), expected[:, None].expand(-1, 64))
+    lse = launched(make_backend(), "signal", blocks, 64)
+    assert torch.equal(lse, expected[:, None].expand(-1, 64))
+
+
+@pytest.mark.parametrize("blocks", MANY)
+def test_a_warp_takes_many_signals(make_backend, blocks):
+    rounds, lanes = torch.arange(20)[:, None], torch.arange(32)
+    numbers = torch.arange(1, blocks)[:, None, None] * rounds + lanes  # [blocks - 1, rounds, lanes]
+    summed = numbers.gather(2, (lanes ^ rounds).expand(numbers.shape)).sum((0, 1))
+    expected = torch.cat([numbers[:, -1], summed[None]])
+    assert torch.equal(launched(make_backend(), "signals", blocks, 32), expected.float())
 
 
 # ---- who waits for whom
@@ -127,6 +144,99 @@ def test_warps_wait_for_signals_of_their_own(tmp_path):
         assert (lse == 1).all()
 
 
+# Block 0 takes the signals of blocks 1, 3, ...: lane 0 the last one's, lane 1 none, and so on.
+SEVERAL = """
+    const int last = gridDim.x - 1;
+    if (block == 0) {
+        const int of = last - t;
+        take_signals(of > 0 && of % 2 ? &SIGNAL(of) : nullptr);
+        float sum = 0;
+        for (int i = 1; i <= last; i += 2) sum += p.lse[i];
+        if (t == 0) p.lse[0] = sum;
+    } else if (block % 2) {
+        WAIT
+        if (t == 0) p.lse[block] = block;
+        post_signal(SIGNAL(block));
+        POST
+    }
+"""
+# These post at will, or one after another, by signals 2, 4, ... among themselves.
+ORDERS = {
+    "any": {"WAIT": "", "POST": ""},
+    "rising": {
+        "WAIT": "if (block > 1) take_signal(SIGNAL(block - 1));",
+        "POST": "if (block < last) post_signal(SIGNAL(block + 1));",
+    },
+    "falling": {
+        "WAIT": "if (block < last) take_signal(SIGNAL(block + 1));",
+        "POST": "if (block > 1) post_signal(SIGNAL(block - 1));",
+    },
+}
+
+
+def several(order: str) -> str:
+    body = SEVERAL
+    for place, statement in ORDERS[order].items():
+        body = body.replace(place, statement)
+    return body
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+@pytest.mark.parametrize("order", ORDERS)
+def test_lanes_take_signals_of_their_own(tmp_path, monkeypatch, order, workers):
+    """In whatever order they are posted. Every lane sees what was written before any of them."""
+    monkeypatch.setattr(cpu, "_num_cores", lambda: workers)
+    for blocks in (2, 8, 32):
+        for seed in range(4):
+            backend = CpuBackend(seed)
+            backend.calls = 2
+            lse = run_little(tmp_path, several(order), backend, blocks, num_lse=blocks)
+            assert lse[0] == sum(range(1, blocks, 2))
+
+
+def test_without_signals_to_take_nobody_waits(tmp_path):
+    body = "take_signals(nullptr); if (t == 0) p.lse[block] = 1;"
+    assert (run_little(tmp_path, body, CpuBackend(), num_lse=2) == 1).all()
+
+
+def test_a_lane_without_a_signal_waits_for_the_others(tmp_path):
+    """And sees what has been written before those were posted, as one with a signal does."""
+    body = """
+    if (block == 0) {
+        take_signals(t == TAKES ? &SIGNAL(1) : nullptr);
+        if (t == 9) p.lse[0] = p.lse[1];
+    } else {
+        if (t == 3) p.lse[1] = 7;
+        post_signal(SIGNAL(1));
+    }
+"""
+    for lane in (0, 9, 31):
+        for seed in range(6):
+            little = body.replace("TAKES", str(lane))
+            assert run_little(tmp_path, little, CpuBackend(seed), num_lse=2)[0] == 7
+
+
+def test_warps_take_several_signals_each(tmp_path):
+    """While one waits the others go on: what the first one takes, the second one lets be posted."""
+    body = """
+    const int warp = t / 32, lane = t % 32;
+    if (block == 0) {
+        take_signals(lane < 2 ? &SIGNAL(2 * warp + lane) : nullptr);
+        if (warp == 1) post_signal(SIGNAL(4));
+        if (lane == 0) p.lse[warp] = 1;
+    } else if (block == 1 && warp == 0) {
+        post_signal(SIGNAL(0));
+        post_signal(SIGNAL(3));
+        post_signal(SIGNAL(2));
+        take_signal(SIGNAL(4));
+        post_signal(SIGNAL(1));
+    }
+"""
+    for seed in range(6):
+        lse = run_little(tmp_path, body, CpuBackend(seed), blocks=5, num_lse=2, threads=64)
+        assert (lse == 1).all()
+
+
 def test_the_order_of_blocks_follows_the_seed(tmp_path, monkeypatch):
     """Each block counts when it begins and when it ends, where one runs at a time."""
     monkeypatch.setattr(cpu, "_num_cores", lambda: 1)
@@ -196,6 +306,16 @@ FAULTS = [
         r"lanes wait for each other in different (places|masks)(.|\n)* wait at take_signal @",
     ),
     Fault(
+        "half_a_warp_takes_several",
+        "if (t < 16) take_signals(&SIGNAL(t % 2)); else if (t < 32) __syncwarp();",
+        r"lanes wait for each other in different (places|masks)(.|\n)* wait at take_signals @",
+    ),
+    Fault(
+        "the_other_half_has_exited",
+        "if (t < 16) take_signals(nullptr);",
+        r"lane that has exited .*\n.* wait at take_signals @ with mask 0xffffffff",
+    ),
+    Fault(
         "lanes_of_different_signals",
         "if (t < 32) post_signal(SIGNAL(t == 5));",
         r"threads disagree .*: post_signal @ .*\n"
@@ -210,6 +330,12 @@ FAULTS = [
         "in_shared_memory",
         "take_signal(*reinterpret_cast<Signal*>(smem.first));",
         r"access outside global memory .*: take_signal @ needs global memory, not the address at "
+        "byte 0 of shared memory",
+    ),
+    Fault(
+        "one_of_several_in_shared_memory",
+        "take_signals(t % 32 == 5 ? reinterpret_cast<Signal*>(smem.first) : nullptr);",
+        r"access outside global memory .*: take_signals @ needs global memory, not the address at "
         "byte 0 of shared memory",
     ),
     Fault(
@@ -230,6 +356,23 @@ FAULTS = [
         r"  threads 0-31 wait at take_signal @ with mask 0xffffffff\n"
         r"  threads 32-63 have exited\n"
         r"  nobody has posted the signal at byte 0 of o \(64 bytes\)$",
+    ),
+    Fault(
+        "one_of_several_never_posted",
+        "if (t < 32) { if (block == 0) post_signal(SIGNAL(0)); "
+        "else take_signals(t == 4 ? &SIGNAL(1) : t == 9 ? &SIGNAL(0) : nullptr); }",
+        r"^\S+ \(d8_fp32\): deadlock between blocks in kernel test_kernel: no block can go on\n"
+        r"block 1: no thread can go on\n"
+        r"  threads 0-31 wait at take_signals @ with mask 0xffffffff\n"
+        r"  threads 32-63 have exited\n"
+        r"  nobody has posted the signal at byte 32 of o \(64 bytes\)$",
+    ),
+    Fault(
+        "two_lanes_take_the_same",
+        "if (t < 32) { if (block == 0) post_signal(SIGNAL(0)); "
+        "else take_signals(t < 2 ? &SIGNAL(0) : nullptr); }",
+        r"deadlock between blocks .*\nblock 1: (.|\n)* wait at take_signals @ (.|\n)*"
+        r"  nobody has posted the signal at byte 0 of o",
     ),
     Fault(
         "a_cycle",
@@ -254,6 +397,13 @@ FAULTS = [
         "never_taken",
         "if (block == 1 && t >= 32) post_signal(SIGNAL(1));",
         r"signal never taken in kernel test_kernel: post_signal @ in block 1, threads 32-63, has "
+        r"posted the signal at byte 32 of o \(64 bytes\); the next launch would take it",
+    ),
+    Fault(
+        "not_among_several",
+        "if (t < 32) { if (block == 0) { post_signal(SIGNAL(0)); post_signal(SIGNAL(1)); } "
+        "else take_signals(t == 9 ? &SIGNAL(0) : nullptr); }",
+        r"signal never taken in kernel test_kernel: post_signal @ in block 0, threads 0-31, has "
         r"posted the signal at byte 32 of o \(64 bytes\); the next launch would take it",
     ),
     Fault(

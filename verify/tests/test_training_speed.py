@@ -35,15 +35,18 @@ from common.report.expressions import evaluate
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
-from common.step import FEW_QUERIES
+from common.step import FEW_QUERIES, FEW_ROWS
 from verify.tests.fake_records import B_STEP, V_STEP, fake_training_speed
 
 SDPA = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 TINY_LAYER = Problem(Shape(1, 4, 2, 33, 33, 16), "bf16", causal=True)
 TINY_LLAMA = replace(TINY_PLAN, size=LlamaSize(1, 4, 16, 32, kv_heads=2, mlp_width=96))
 TEXT = read_text([TINY_TEXT])
-# What attention() takes for the few queries of a tiny model, where heads share keys.
-FEW_STEP = [s for s in all_steps() if s.few == FEW_QUERIES and not s.takes_lengths][-1]
+# What attention() takes for a tiny GPT, and where heads share keys.
+ROWS_STEP, FEW_STEP = (
+    [step for step in all_steps() if step.few == few and not step.takes_lengths][-1]
+    for few in (FEW_ROWS, FEW_QUERIES)
+)
 
 
 @pytest.fixture
@@ -153,11 +156,11 @@ def test_measured_workloads(without_a_gpu, monkeypatch, tmp_path, tiny_corpus):
     path = measure_training_speed()
     assert path == tmp_path / "h200" / "training_speed.json"
     record = read_record(path, TRAINING_SPEED_RECORD)
-    assert sorted(record["sources"]) == sorted(step.name for step in (FEW_STEP, V_STEP, B_STEP))
+    assert sorted(record["sources"]) == sorted(step.name for step in (ROWS_STEP, FEW_STEP, B_STEP))
     layer, gpt, llama = record["workloads"].values()
     assert layer["shape"] == TINY_LLAMA.problem.as_record()
     assert layer["attentions"]["flash_attention_3"] == {"missing": "no flash_attention_3"}
-    for workload, step in ((layer, FEW_STEP), (gpt, V_STEP), (llama, FEW_STEP)):
+    for workload, step in ((layer, FEW_STEP), (gpt, ROWS_STEP), (llama, FEW_STEP)):
         ours = workload["attentions"]["ours"]
         assert ours["route"] == f"{step.name} and {B_STEP.name}"
         assert (ours["time_ms"], ours["peak_memory_bytes"]) == (2.0, 1000)
