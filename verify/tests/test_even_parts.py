@@ -8,25 +8,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 from common.catalog import find_step
-from common.patch import read_patch
 from common.paths import ROOT
 from common.problem import Shape
-from common.runtime import cpu
 from common.runtime.cpu import CpuBackend
-from common.step import Step, read_step
+from common.step import Step
 from verify.accuracy import repeated
 from verify.case import Case
-from verify.check import CaseResult, check_case, launch
+from verify.check import check_case, launch
 from verify.inputs import rising_logits, walks
 from verify.layouts import packed, padded, transposed
+from verify.tests.more_multiprocessors import (
+    Call,
+    check_applies,
+    check_call,
+    check_rejected,
+    write_beside,
+)
 from verify.tests.patch_samples import chosen
-from verify.tests.small_kernels import write_step
-from verify.tests.test_mutants import flags_of_mutant
 
 STEP = find_step("v17")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -128,16 +133,12 @@ SCHEDULE = """
 
 
 def write_schedule(folder, step: Step) -> Step:
-    """A step that is all of v17, or of a mutant, but for what the runtime reads of it."""
-    names = ("launch_descriptor", "kernels_start_early", "l2_fetch_bytes", "simt_step")
-    lines = [f"#define {name} {name}_of_{step.name}" for name in names]
-    lines += [step.path.read_text(), *(f"#undef {name}" for name in names)]
     sizes = ", ".join(
         f"{{{size.batch}, {size.heads}, {size.kv_heads}, {size.seq_q}, {size.seq_k}}}"
         for size, _ in NUM_PARTS
     )
     body = SCHEDULE.format(sizes=sizes, width=WIDTH)
-    return write_step(folder, "schedule", body, globals_="\n".join(lines), layout="int nothing;")
+    return write_beside(folder, step, "schedule", body)
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +164,11 @@ def test_parts(schedule, sizes, num_parts):
     check_parts(schedule, sizes, num_parts)
 
 
-def check_all_parts(schedule: Step) -> None:
-    for sizes, num_parts in NUM_PARTS:
-        check_parts(schedule, sizes, num_parts)
+def check_schedule(step: Step) -> None:
+    with TemporaryDirectory() as folder:
+        schedule = write_schedule(Path(folder), step)
+        for sizes, num_parts in NUM_PARTS:
+            check_parts(schedule, sizes, num_parts)
 
 
 def check_parts(schedule: Step, sizes: Sizes, num_parts: int) -> None:
@@ -241,12 +244,6 @@ def expected_tiles(sizes: Sizes, q_start: int) -> int:
 # ---- what comes of them
 
 
-@dataclass(frozen=True)
-class Call:
-    case: Case
-    multiprocessors: int
-
-
 CALLS = {
     call.case.name: call
     for call in (
@@ -295,19 +292,9 @@ CALLS = {
 }
 
 
-def check_call(step: Step, name: str) -> CaseResult:
-    """Against the oracle, and a program's second call, in another order, against the first."""
-    call = CALLS[name]
-    backends = CpuBackend(0), CpuBackend(2)
-    for backend in backends:
-        backend.multiprocessors = call.multiprocessors
-    backends[1].calls = 2
-    return check_case(step, call.case, backends)
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_call(name):
-    result = check_call(STEP, name)
+    result = check_call(STEP, CALLS[name])
     assert result.passed, str(result)
 
 
@@ -335,7 +322,7 @@ def check_grids(step: Step) -> None:
 
 
 # Their cases are the calls above, and the two tests of more than one call.
-TESTS = {"schedule": check_all_parts, "grids": check_grids}
+TESTS = {"schedule": check_schedule, "grids": check_grids}
 MUTANTS = sorted((ROOT / "verify" / "mutants" / "even_parts").glob("*.patch"))
 
 
@@ -347,22 +334,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_every_patch_applies():
     for path in MUTANTS:
-        patch = read_patch(path)
-        patch.apply()
-        assert {*patch.header["cases"].split()} <= CALLS.keys() | TESTS.keys()
+        check_applies(path, CALLS, TESTS)
 
 
-def test_rejected(path, monkeypatch, tmp_path):
-    patch = read_patch(path)
-    assert patch.header["breaks"]
-    mutant = read_step(patch.write())
-    assert mutant.name == path.stem
-    monkeypatch.setattr(cpu, "STEP_FLAGS", flags_of_mutant(mutant))
-    for name in patch.header["cases"].split():
-        if test := TESTS.get(name):
-            with pytest.raises(AssertionError):
-                test(write_schedule(tmp_path, mutant) if name == "schedule" else mutant)
-            continue
-        CpuBackend(0).build(mutant, CALLS[name].case.specialization)
-        result = check_call(mutant, name)
-        assert result.verdict == "FAIL", f"not rejected: {result}"
+def test_rejected(path, monkeypatch):
+    check_rejected(path, CALLS, TESTS, monkeypatch)

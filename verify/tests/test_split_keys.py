@@ -14,7 +14,7 @@ from verify.accuracy import compare, expect
 from verify.case import Case
 from verify.check import launch
 from verify.tests import small_kernels
-from verify.tests.small_kernels import write_step
+from verify.tests.more_multiprocessors import write_beside
 
 STEP = find_step("v13")
 
@@ -44,14 +44,7 @@ SCHEDULE = """
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory):
-    """A step that is all of v13 but for what the runtime reads of it."""
-    names = ("launch_descriptor", "kernels_start_early", "l2_fetch_bytes", "simt_step")
-    lines = [f"#define {name} {name}_of_{STEP.name}" for name in names]
-    lines += [STEP.path.read_text(), *(f"#undef {name}" for name in names)]
-    folder = tmp_path_factory.mktemp("schedule")
-    return write_step(
-        folder, "schedule", SCHEDULE, globals_="\n".join(lines), layout="int nothing;"
-    )
+    return write_beside(tmp_path_factory.mktemp("schedule"), STEP, "schedule", SCHEDULE)
 
 
 @pytest.mark.parametrize(

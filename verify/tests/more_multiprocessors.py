@@ -1,0 +1,71 @@
+"""Calls on more multiprocessors than the checker's, and the mutants that only these reject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from common.patch import read_patch
+from common.runtime import cpu
+from common.runtime.cpu import CpuBackend
+from common.step import Step, read_step
+from verify.case import Case
+from verify.check import CaseResult, check_case
+from verify.tests.small_kernels import write_step
+from verify.tests.test_mutants import flags_of_mutant
+
+
+@dataclass(frozen=True)
+class Call:
+    case: Case
+    multiprocessors: int
+
+
+def check_call(step: Step, call: Call) -> CaseResult:
+    """Against the oracle, and a program's second call, in another order, against the first."""
+    backends = CpuBackend(0), CpuBackend(2)
+    for backend in backends:
+        backend.multiprocessors = call.multiprocessors
+    backends[1].calls = 2
+    return check_case(step, call.case, backends)
+
+
+def write_beside(folder: Path, step: Step, name: str, body: str) -> Step:
+    """A step whose kernel has that body, beside all of another, or of a mutant, but for what the
+    runtime reads of it.
+    """
+    its = ("launch_descriptor", "kernels_start_early", "l2_fetch_bytes", "simt_step")
+    lines = [f"#define {symbol} {symbol}_of_{step.name}" for symbol in its]
+    lines += [step.path.read_text(), *(f"#undef {symbol}" for symbol in its)]
+    return write_step(folder, name, body, globals_="\n".join(lines), layout="int nothing;")
+
+
+def check_applies(path: Path, calls: Mapping[str, Call], tests: Mapping[str, object]) -> None:
+    patch = read_patch(path)
+    patch.apply()
+    assert patch.header["breaks"]
+    assert {*patch.header["cases"].split()} <= calls.keys() | tests.keys()
+
+
+def check_rejected(
+    path: Path,
+    calls: Mapping[str, Call],
+    tests: Mapping[str, Callable[[Step], None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By each of the calls, or of the tests, that the patch names as its cases."""
+    patch = read_patch(path)
+    mutant = read_step(patch.write())
+    assert mutant.name == path.stem
+    monkeypatch.setattr(cpu, "STEP_FLAGS", flags_of_mutant(mutant))
+    for name in patch.header["cases"].split():
+        if test := tests.get(name):
+            with pytest.raises(AssertionError):
+                test(mutant)
+            continue
+        CpuBackend(0).build(mutant, calls[name].case.specialization)
+        result = check_call(mutant, calls[name])
+        assert result.verdict == "FAIL", f"not rejected: {result}"
