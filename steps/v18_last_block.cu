@@ -10,7 +10,7 @@
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "copy.cuh"
 #include "mma.cuh"
-#include "signal.cuh"
+#include "signals.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 #include "wgmma.cuh"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..operation import FORWARD
-from ..text import listed
+from ..text import label, listed
 from . import rows
 from .captions import inputs, missing, rounds, routes, skipped, states_of, summary
 from .columns import Cell, bold_from_one, heads, percent, shown, table_of
 from .derived import BANDWIDTH_BATCH, BANDWIDTH_KEYS, decode_ratios, decode_step_figures
-from .record_set import NOT_MEASURED, STALE, RecordSet
+from .record_set import NOT_MEASURED, RecordSet, Whole
 from .rows import Row
 
 
@@ -18,7 +18,7 @@ def decode(record_set: RecordSet) -> str:
     """One row per head_dim and number of queries: the step's speed over the fastest peer's."""
     found = rows.decode(record_set)
     if not found:
-        return STALE if record_set.decode else NOT_MEASURED
+        return NOT_MEASURED
     assert record_set.decode is not None
     columns = {
         ">head_dim": shown("head_dim"),
@@ -27,7 +27,7 @@ def decode(record_set: RecordSet) -> str:
         ">Slower": lambda row: f"{row['slower']} of {row['cells']}",
         ">Of a copy's speed": shown("copy_share", percent),
     }
-    return f"{table_of(columns, found)}\n\n{_conditions(record_set.decode.record)}"
+    return f"{table_of(columns, found)}\n\n{_conditions(record_set.decode)}"
 
 
 def _ratios(keys: str) -> Cell:
@@ -40,14 +40,17 @@ def _ratios(keys: str) -> Cell:
     return cell
 
 
-def _conditions(record: dict) -> str:
+def _conditions(decode: Whole) -> str:
+    record = decode.record
+    labels = {name: label(name, stale=name in decode.changed) for name in record["sources"]}
     *few, general = record["sources"]
     cells = record["cells"]
     figures = decode_step_figures(record)
     gains = "".join(
-        f"; {name} over {general}: {summary(decode_ratios(record, general, name))}" for name in few
+        f"; {labels[name]} over {labels[general]}: {summary(decode_ratios(record, general, name))}"
+        for name in few
     )
-    steps = [name for name in record["sources"] if figures[name]["cells"]]
+    steps = [labels[name] for name in record["sources"] if figures[name]["cells"]]
     taken = " or ".join(steps)
     if len(steps) > 1:
         taken = f"{taken}, as attention() takes one or the other,"

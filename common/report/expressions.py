@@ -350,8 +350,10 @@ def _compared_number(kind: str, whole: Whole | None, keys: list[str], text: str)
         _require(keys[1], list(compared.step_figures), text)
     else:
         _require(keys[0], list(compared.figures if len(keys) == 1 else compared.problems), text)
-    if whole is None or whole.stale:
-        raise _Unavailable(STALE if whole else NOT_MEASURED)
+    if whole is None:
+        raise _Unavailable(NOT_MEASURED)
+    if whole.other_changed or whole.changed & _steps_of(compared, whole.record, keys):
+        raise _Unavailable(STALE)
     if of_step:
         return _walk(compared.derive_by_step(whole.record), lambda _: {}, keys, text)
     if len(keys) == 1:
@@ -359,6 +361,17 @@ def _compared_number(kind: str, whole: Whole | None, keys: list[str], text: str)
     name, *rest = keys
     cell = next((cell for cell in whole.record["cells"] if cell["name"] == name), None)
     return _walk(cell and cell["attentions"] | {"run": cell["run"]}, lambda _: {}, rest, text)
+
+
+def _steps_of(compared: _Compared, record: dict, keys: list[str]) -> set[str]:
+    """The steps of which a number of _compared_number() is."""
+    *few, general = record["sources"]
+    if not compared.step_figures or len(keys) == 1:
+        return {*few, general}
+    if len(keys) == 3:
+        return {keys[1]}
+    step, figure = keys
+    return {step, general} if "gain" in figure else {step}
 
 
 def _sharded_number(sharded: Whole | None, keys: list[str], text: str) -> _Value:

@@ -89,10 +89,18 @@ class Cells:
 
 @dataclass(frozen=True)
 class Whole:
-    """A record that is shown as a whole, and whether anything it measured has changed since."""
+    """A record of one run, which of its steps have changed since, and whether other code has whose
+    hashes it has.
+    """
 
     record: dict
-    stale: bool
+    changed: frozenset[str] = frozenset()
+    other_changed: bool = False
+
+    @property
+    def stale(self) -> bool:
+        """Whether anything has changed: most of these records are shown as a whole."""
+        return self.other_changed or bool(self.changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,12 +284,12 @@ def _load_distributions(
 def _load_whole(
     path: Path, form: Form, steps: Sequence[Step], **of_now: dict[str, str]
 ) -> Whole | None:
-    """A record, stale where a step has changed since or other code whose hashes it has."""
+    """A record; of_now has other code's hashes, by the record's key of them."""
     record = read_record(path, form)
     if not record:
         return None
     changed = any(record[key] != hashes for key, hashes in of_now.items())
-    return Whole(record, stale=changed or bool(_stale(record["sources"], steps)))
+    return Whole(record, _stale(record["sources"], steps), other_changed=changed)
 
 
 def _load_sharded(folder: Path, steps: Sequence[Step]) -> dict[int, Whole]:

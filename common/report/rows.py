@@ -208,10 +208,13 @@ def latency(record_set: RecordSet) -> list[Row]:
 
     None where a candidate is missing; of the host, what _on_host() gives.
     """
-    if record_set.latency is None or record_set.latency.stale:
+    latency = record_set.latency
+    if latency is None or latency.other_changed:
         return []
-    record = record_set.latency.record
+    record = latency.record
     cells = record["cells"]
+    if any(name in latency.changed for cell in cells for name in cell["host_us"]):
+        return []
     keys = ("device_us", "missing")
     names = list(dict.fromkeys(name for key in keys for cell in cells for name in cell[key]))
     absent = dict.fromkeys(names)
@@ -232,9 +235,10 @@ def latency(record_set: RecordSet) -> list[Row]:
 
 def decoding(record_set: RecordSet) -> list[Row]:
     """A row for each kind of cache: what _on_host() gives for its calls, by who was called."""
-    if record_set.latency is None or record_set.latency.stale:
+    latency = record_set.latency
+    if latency is None or latency.other_changed or latency.changed & {*latency.record["decoding"]}:
         return []
-    record = record_set.latency.record
+    record = latency.record
     calls = record["decoding"]
     on_host = {who: _on_host(timed, record) for who, timed in calls.items()}
     turns = min(sum(_quiet_turns(timed, record)) for timed in calls.values())
@@ -271,7 +275,7 @@ def decode(record_set: RecordSet) -> list[Row]:
     None where it is missing. slower counts the cells with any number of keys where it is below 1.
     copy_share is the smallest of derived.copy_shares(), where there are any.
     """
-    if record_set.decode is None or record_set.decode.stale:
+    if record_set.decode is None:
         return []
     record = record_set.decode.record
     ratios, shares = decode_ratios(record), copy_shares(record)

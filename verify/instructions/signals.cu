@@ -2,7 +2,7 @@
 // change: none; this is the kernel of verify/tests/test_signal.py
 // why: to see that a warp takes a signal for each lane, on a GPU as on the CPU
 // limits: bf16, fp16; head_dim 8-8 by 8; sm_75
-#include "signal.cuh"
+#include "signals.cuh"
 
 constexpr int ROUNDS = 20;
 

@@ -31,7 +31,7 @@ from common.report.derived import (
 )
 from common.report.expressions import evaluate
 from common.report.markdown import REQUIRED_TABLES, render
-from common.report.record_set import RecordSet, load_record_set
+from common.report.record_set import RecordSet, Whole, load_record_set
 from common.runtime.gpu import GpuBackend
 from common.step import FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES
 from verify.cases import BF16, Case, Shape
@@ -479,7 +479,7 @@ def test_rows():
 
 def fake_set(**changes):
     record = fake_decode(V02, V01) | changes
-    return SimpleNamespace(decode=SimpleNamespace(record=record, stale=False))
+    return SimpleNamespace(decode=Whole(record))
 
 
 def test_table(record_set):
@@ -553,8 +553,25 @@ def test_tables_without_numbers(record_set, tmp_path):
     )
     sources = {name: {"code_sha256": "0" * 64} for name in ("v02", "v01")}
     changed = record_set(sources=sources)
-    assert decode_table.decode(changed) == "stale"
     assert evaluate("decode.mean", changed) == "stale"
+    assert evaluate("decode.v02.mean", changed) == "stale"
+
+
+def test_a_number_is_stale_where_a_step_that_it_is_of_has_changed(record_set):
+    """The table shows it, and says which step that is."""
+    changed = record_set(
+        sources={
+            "v02": {"code_sha256": V02.code_sha256},
+            "v01": {"code_sha256": "0" * 64},
+        }
+    )
+    cell = "decode.d64_b1_h32_kv8_q1_1024"
+    for asked in ("decode.mean", "decode.v01.mean", "decode.v02.gain", f"{cell}.v01.time_ms"):
+        assert evaluate(asked, changed) == "stale"
+    for asked in ("decode.v02.mean", f"{cell}.v02.time_ms", f"{cell}.flash_attention_3.time_ms"):
+        assert evaluate(asked, changed) == evaluate(asked, record_set()) != "stale"
+    caption = decode_table.decode(changed).splitlines()[-1]
+    assert "; v02 over v01 (stale): geometric mean" in caption
 
 
 @pytest.mark.parametrize(

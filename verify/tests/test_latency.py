@@ -294,12 +294,27 @@ def test_medians_are_of_all_calls_in_quiet_turns(record_set):
     [
         {"host": {"common/operator.py": "0"}},
         {"sources": {NEWEST.name: {"code_sha256": "0"}}},
-        {"sources": {V01.name: {"code_sha256": V01.code_sha256}, V02.name: {"code_sha256": "0"}}},
     ],
 )
 def test_what_has_changed_since_is_not_shown(record_set, changes):
     changed = record_set(**changes)
     assert tables.latency(changed) == tables.decoding(changed) == "stale"
+
+
+def test_a_table_is_shown_if_its_own_step_is_what_it_was(record_set):
+    """Small calls and decoding may be of different steps."""
+    record = record_set().latency.record
+    decoding = {
+        V01.name if who == NEWEST.name else who: each for who, each in record["decoding"].items()
+    }
+    now = {each.name: {"code_sha256": each.code_sha256} for each in (NEWEST, V01)}
+    changed = {"code_sha256": "0"}
+    small = record_set(decoding=decoding, sources=now | {NEWEST.name: changed})
+    assert tables.latency(small) == "stale"
+    assert tables.decoding(small).startswith("| Each call has | attention(), v01 |")
+    later = record_set(decoding=decoding, sources=now | {V01.name: changed})
+    assert tables.latency(later) == tables.latency(record_set(decoding=decoding, sources=now))
+    assert tables.decoding(later) == "stale"
 
 
 def test_without_a_record(tmp_path):

@@ -318,7 +318,7 @@ def test_an_interrupted_run_keeps_the_old_record(folders, record, monkeypatch) -
 
 
 def test_a_map_is_drawn_to_its_last_cell() -> None:
-    drawing = draw_pictures(Whole(fake_pictures(V_STEP, B_STEP), stale=False))
+    drawing = draw_pictures(Whole(fake_pictures(V_STEP, B_STEP)))
     assert "local" in drawing.svg(0)
     assert "layer 0, causal" in drawing.svg(1)
 

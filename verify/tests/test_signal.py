@@ -12,7 +12,7 @@ from common.step import Step, read_step
 from verify.tests.small_kernels import Fault, expect_report, run, write_faults, write_step
 
 # In each row of o, 32 bytes, there is room for one.
-INCLUDE = '#include "signal.cuh"\n#define SIGNAL(i) (*reinterpret_cast<Signal*>(p.o + 8 * (i)))'
+INCLUDE = '#include "signals.cuh"\n#define SIGNAL(i) (*reinterpret_cast<Signal*>(p.o + 8 * (i)))'
 
 
 def launched(backend, name: str, blocks: int, lanes: int) -> torch.Tensor:

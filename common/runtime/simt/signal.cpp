@@ -1,4 +1,4 @@
-#include "signal.cuh"
+#include "signals.cuh"
 
 #include "collective.h"
 #include "grid.h"

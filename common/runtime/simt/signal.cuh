@@ -9,5 +9,3 @@ using Signal = uint64_t;
 void post_signal(Signal& signal, simt::Site site = simt::Site::here());
 
 void take_signal(Signal& signal, simt::Site site = simt::Site::here());
-
-void take_signals(Signal* signal, simt::Site site = simt::Site::here());
