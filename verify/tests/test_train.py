@@ -31,7 +31,7 @@ from common.report.record_set import RecordSet, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.trained_inputs import TrainedInputs, read_trained, write_trained
 from verify.tests.drawings import clashes, dots, texts
-from verify.tests.fake_records import B_STEP, V_STEP, fake_training
+from verify.tests.fake_records import B_STEP, ROWS_STEP, V_STEP, fake_training
 
 SDPA = partial(scaled_dot_product_attention, is_causal=True)
 CPU = torch.device("cpu")
@@ -237,9 +237,9 @@ def test_record(without_a_gpu, tmp_path):
     path = measure_training()
     assert path == tmp_path / "h200" / "train.json"
     record = read_record(path, TRAIN_RECORD)
-    assert list(record["sources"]) == [V_STEP.name, B_STEP.name]
+    assert list(record["sources"]) == [ROWS_STEP.name, B_STEP.name]
     ours, sdpa = record["ours"], record["sdpa"]
-    assert ours["route"] == f"{V_STEP.name} and {B_STEP.name}"
+    assert ours["route"] == f"{ROWS_STEP.name} and {B_STEP.name}"
     assert sdpa["route"].startswith(f"torch {torch.__version__}, ")
     assert ours["loss"] == pytest.approx(sum(record["losses"]["ours"][-2:]) / 2)
     assert ours["held_out_loss"] == pytest.approx(sdpa["held_out_loss"], rel=0.002)

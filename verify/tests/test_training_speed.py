@@ -25,7 +25,6 @@ from common.bench.training_speed import (
     measure_model,
     measure_training_speed,
 )
-from common.catalog import all_steps
 from common.operation import BACKWARD, FORWARD
 from common.problem import Problem, Shape
 from common.record_schema import TRAINING_SPEED_RECORD, find_error
@@ -35,18 +34,18 @@ from common.report.expressions import evaluate
 from common.report.record_set import RecordSet, load_record_set
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
-from common.step import FEW_QUERIES, FEW_ROWS
-from verify.tests.fake_records import B_STEP, V_STEP, fake_training_speed
+from verify.tests.fake_records import (
+    B_STEP,
+    QUERIES_STEP,
+    ROWS_STEP,
+    V_STEP,
+    fake_training_speed,
+)
 
 SDPA = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 TINY_LAYER = Problem(Shape(1, 4, 2, 33, 33, 16), "bf16", causal=True)
 TINY_LLAMA = replace(TINY_PLAN, size=LlamaSize(1, 4, 16, 32, kv_heads=2, mlp_width=96))
 TEXT = read_text([TINY_TEXT])
-# What attention() takes for a tiny GPT, and where heads share keys.
-ROWS_STEP, FEW_STEP = (
-    [step for step in all_steps() if step.few == few and not step.takes_lengths][-1]
-    for few in (FEW_ROWS, FEW_QUERIES)
-)
 
 
 @pytest.fixture
@@ -125,7 +124,7 @@ def test_llama_block_looks_back_only():
 def test_attentions_are_ours_and_the_peers(without_a_gpu):
     loaded = load_attentions(CpuBackend(), TINY_LAYER)
     assert list(loaded) == ["ours", "sdpa_flash", "sdpa_cudnn", "flash_attention_3"]
-    assert loaded["ours"].route == f"{FEW_STEP.name} and {B_STEP.name}"
+    assert loaded["ours"].route == f"{QUERIES_STEP.name} and {B_STEP.name}"
     assert loaded["sdpa_flash"] == Differentiable(SDPA, "torch")
     assert loaded["sdpa_cudnn"] == "no sdpa_cudnn"
 
@@ -156,11 +155,12 @@ def test_measured_workloads(without_a_gpu, monkeypatch, tmp_path, tiny_corpus):
     path = measure_training_speed()
     assert path == tmp_path / "h200" / "training_speed.json"
     record = read_record(path, TRAINING_SPEED_RECORD)
-    assert sorted(record["sources"]) == sorted(step.name for step in (ROWS_STEP, FEW_STEP, B_STEP))
+    taken = (ROWS_STEP, QUERIES_STEP, B_STEP)
+    assert sorted(record["sources"]) == sorted(step.name for step in taken)
     layer, gpt, llama = record["workloads"].values()
     assert layer["shape"] == TINY_LLAMA.problem.as_record()
     assert layer["attentions"]["flash_attention_3"] == {"missing": "no flash_attention_3"}
-    for workload, step in ((layer, FEW_STEP), (gpt, ROWS_STEP), (llama, FEW_STEP)):
+    for workload, step in ((layer, QUERIES_STEP), (gpt, ROWS_STEP), (llama, QUERIES_STEP)):
         ours = workload["attentions"]["ours"]
         assert ours["route"] == f"{step.name} and {B_STEP.name}"
         assert (ours["time_ms"], ours["peak_memory_bytes"]) == (2.0, 1000)
