@@ -366,6 +366,8 @@ def _compared_number(kind: str, whole: Whole | None, keys: list[str], text: str)
 def _steps_of(compared: _Compared, record: dict, keys: list[str]) -> set[str]:
     """The steps of which a number of _compared_number() is."""
     *few, general = record["sources"]
+    if keys == ["copy_tb_per_s"]:
+        return set()
     if not compared.step_figures or len(keys) == 1:
         return {*few, general}
     if len(keys) == 3:
