@@ -14,6 +14,7 @@ from . import (
     even_parts,
     hopper,
     hopper_backward,
+    last_block,
     ragged_map,
     ring,
     softmax,
@@ -38,6 +39,7 @@ def figures() -> dict[str, str]:
         backward_order,
         split_keys,
         even_parts,
+        last_block,
         ragged_map,
         ring,
     )
