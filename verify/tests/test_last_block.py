@@ -277,7 +277,7 @@ CALLS = {
             Case("eight_lanes_graded", Shape(1, 3, 1, 1, 5100, 8), BF16, inputs=graded(60, 60)), 40
         ),
         # Fewer lanes than there are parts for: in two rounds, and warps that have no whole rows.
-        Call(Case("two_lanes", Shape(1, 8, 1, 1, 2500, 64), BF16, inputs=rising_logits), 20),
+        Call(Case("two_lanes", Shape(1, 8, 1, 1, 5100, 64), BF16, inputs=rising_logits), 40),
         Call(Case("four_lanes", Shape(1, 5, 1, 1, 5100, 40), BF16, inputs=walks(2, 25)), 40),
         Call(Case("lanes_136", Shape(1, 2, 1, 1, 2500, 136), FP16, inputs=walks(2, 25)), 40),
         # As many parts as there is room for, on more multiprocessors.
