@@ -1,7 +1,6 @@
-#include "signals.cuh"
-
 #include "collective.h"
 #include "grid.h"
+#include "signals.cuh"
 #include "trap.h"
 
 namespace simt {
