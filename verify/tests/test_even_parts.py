@@ -292,6 +292,7 @@ CALLS = {
 }
 
 
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_call(name):
     result = check_call(STEP, CALLS[name])
