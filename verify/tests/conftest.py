@@ -4,8 +4,6 @@ import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from itertools import compress
-from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +19,7 @@ from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from verify.reference import oracle_of
 from verify.tests.page_under_test import render
-from verify.tests.patch_samples import describe, on_turn, parse_mutants
+from verify.tests.patch_samples import describe, parse_mutants
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -38,8 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=parse_mutants,
         default="all",
         metavar="all|sample|NUMBER",
-        help="all mutants and experiments, or the sample whose turn it is, or sample NUMBER, and "
-        "likewise of the variants of tests that are in_turns; default: all",
+        help="all mutants and experiments, or the sample whose turn it is, or sample NUMBER; "
+        "default: all",
     )
 
 
@@ -80,23 +78,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    sample = config.getoption("mutants")
-    if sample is not None:
-        runs = list(on_turn(map(_test_and_turns, items), sample))
-        config.hook.pytest_deselected(items=list(compress(items, map(not_, runs))))
-        items[:] = compress(items, runs)
-
-
-def _test_and_turns(item: pytest.Item) -> tuple[tuple[str, bool], int]:
-    """What needs a GPU is a test of its own."""
-    mark = item.get_closest_marker("in_turns")
-    needs_gpu = item.get_closest_marker("gpu") is not None
-    return (item.nodeid.partition("[")[0], needs_gpu), mark.args[0] if mark else 1
 
 
 @pytest.fixture(

@@ -1,6 +1,5 @@
 """Which mutants and experiments run: all take longer than a push should wait, so `make test` runs a
-sample. So it does of the steps that are rewritten for compute-sanitizer, and of the variants of
-tests that are marked in_turns.
+sample. So it does of the steps that are rewritten for compute-sanitizer.
 
 Sample n is every 32nd, by name, from the n-th on, and which one runs follows from the number of
 commits: 32 commits in a row run all, and a commit always the same ones.
@@ -9,8 +8,7 @@ commits: 32 commits in a row run all, and a commit always the same ones.
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from verify.turn import number_of_commits
@@ -35,16 +33,6 @@ def parse_mutants(value: str) -> int | None:
 def chosen(variants: Sequence[T], sample: int | None) -> Sequence[T]:
     """Those of the sample; given are all, sorted."""
     return variants if sample is None else variants[sample::SAMPLES]
-
-
-def on_turn(variants: Iterable[tuple[Hashable, int]], sample: int) -> Iterator[bool]:
-    """Whether each runs with the sample: given are its test, and every how many-th variant of that
-    does.
-    """
-    seen: Counter[Hashable] = Counter()
-    for test, turns in variants:
-        yield seen[test] % turns == sample % turns
-        seen[test] += 1
 
 
 def describe(sample: int | None) -> str:

@@ -102,7 +102,6 @@ def assert_equal(found, expected) -> None:
         assert torch.equal(x, y)
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", SHAPES)

@@ -292,7 +292,6 @@ CALLS = {
 }
 
 
-@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_call(name):
     result = check_call(STEP, CALLS[name])

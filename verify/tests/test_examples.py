@@ -57,7 +57,6 @@ def run_example(path: Path, folder: Path, **environment: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_runs_as_it_stands(name: str, device: str, tmp_path: Path) -> None:

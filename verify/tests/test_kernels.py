@@ -246,7 +246,6 @@ def inputs_of(case: Case, backend: KernelsBackend) -> tuple[torch.Tensor, ...]:
     return case.make(backend.device)
 
 
-@pytest.mark.in_turns(4)
 @EACH_CASE
 @EACH_STEP
 def test_parts_are_as_exact_as_a_whole_call(of_steps, step, case, ends) -> None:
@@ -256,7 +255,6 @@ def test_parts_are_as_exact_as_a_whole_call(of_steps, step, case, ends) -> None:
     assert errors + [f"{each.name} {each}" for each in measures if not each.passed] == []
 
 
-@pytest.mark.in_turns(4)
 @EACH_CASE
 @EACH_STEP
 def test_one_part_is_a_whole_call(of_steps, step, case, ends) -> None:

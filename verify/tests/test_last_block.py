@@ -303,7 +303,6 @@ CALLS = {
 }
 
 
-@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_call(name):
     result = check_call(STEP, CALLS[name])

@@ -142,7 +142,6 @@ NAMES = [  # of verify/lengths_cases.py and, without lengths, of verify/cases.py
 ]
 
 
-@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("name", [*MORE, *NAMES])
 def test_each_work_tile_is_listed_once_the_longest_first(name):
     if name in MORE:

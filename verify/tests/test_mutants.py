@@ -28,7 +28,7 @@ from verify.cases import find_cases
 from verify.check import check_case
 from verify.tests import patch_samples
 from verify.tests.on_cpu import on_cpu
-from verify.tests.patch_samples import SAMPLES, chosen, on_turn, parse_mutants
+from verify.tests.patch_samples import SAMPLES, chosen, parse_mutants
 
 PATCHES = sorted((ROOT / "verify" / "mutants").glob("*.patch"))
 
@@ -103,16 +103,6 @@ def test_every_patch_applies_and_names_cases():
 
 
 # ---- samples
-
-
-def test_variants_take_turns():
-    """Each test by itself; within the samples all run."""
-    variants = [*[("a", 3)] * 5, *[("b", 1)] * 2, *[("c", 2)] * 2, ("a", 3)]
-    first = [True, False, False, True, False, True, True, True, False, False]
-    assert list(on_turn(variants, 0)) == list(on_turn(variants, 6)) == first
-    for turns in range(1, 5):
-        runs = [list(on_turn([("test", turns)] * 9, sample)) for sample in range(SAMPLES)]
-        assert all(any(each) for each in zip(*runs, strict=True))
 
 
 def test_the_samples_are_all_mutants():

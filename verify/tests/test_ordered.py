@@ -32,7 +32,6 @@ def expected(places) -> torch.Tensor:
     return total.expand(WARPS, LANES)
 
 
-@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("blocks", [1, 2, 130])
 def test_sums_are_those_of_the_order(make_backend, blocks):
     backend = make_backend()

@@ -27,7 +27,6 @@ def scroll_through(page) -> None:
     page.evaluate("scrollTo(0, 0)")
 
 
-@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_fits_and_is_accessible(open_page, width, scheme):

@@ -215,7 +215,6 @@ class SameSums:
 
 # On 4 multiprocessors 6 works are shares of one and a half: every other share ends with one. On 5,
 # of 7 works, the third share has a whole one between a beginning and a rest.
-@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(
     ("step", "case", "shape", "multiprocessors"),
     [

@@ -595,7 +595,6 @@ def compare_parts(
     assert error(ours, exact) <= 2 * error(sdpa, exact)
 
 
-@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("side", ["no padding", "left"])
 @pytest.mark.parametrize(
     "parts", [[1] * 8, [12, 5, 3], [17, 1, 1, 1]], ids=["tokens", "several", "prompt"]
@@ -1139,7 +1138,6 @@ def test_what_torch_compile_cannot_know_of_a_static_mask(make, side: str, calls)
     assert not calls
 
 
-@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("side", ["no padding", "left"])
 @pytest.mark.parametrize(
     ("make", "options", "expected"),
