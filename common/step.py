@@ -49,8 +49,8 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 # What are_few_rows() reckons with: the rows of v18's work tile, and how much one block of an H100
 # merges as quickly as v13's second kernel does.
 TILE_ROWS, MERGED_ELEMENTS = 32, 2**15
-# And are_few(). From 640 to 896 IDLE_KEYS calls took as long on an H100, in the
-# geometric mean, and longer with 512 or 1024.
+# And are_few(). From 640 to 896 IDLE_KEYS calls took as long on an H100, in the geometric mean, and
+# longer with 512 or 1024.
 BLOCK_QUERIES, MERGED_ROWS, IDLE_KEYS = 128, 128, 768
 UNEQUAL_KEYS = 2048  # and few_with()
 # And are_few_work_tiles(). Up to this head_dim a work tile has BLOCK_QUERIES and a half. v17 was

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import pytest
+import torch
 
 from common.patch import read_patch
 from common.runtime import cpu
@@ -41,6 +43,50 @@ def write_beside(folder: Path, step: Step, name: str, body: str) -> Step:
     lines = [f"#define {symbol} {symbol}_of_{step.name}" for symbol in its]
     lines += [step.path.read_text(), *(f"#undef {symbol}" for symbol in its)]
     return write_step(folder, name, body, globals_="\n".join(lines), layout="int nothing;")
+
+
+class Sizes(Protocol):
+    """Of a call that a schedule is asked about."""
+
+    blocks: int
+    batch: int
+    heads: int
+    kv_heads: int
+    seq_q: int
+    causal: bool
+
+    @property
+    def seq_k(self) -> int: ...
+
+
+# The call's parameters; the scenario is the index of its sizes.
+_SHAPE = """
+    constexpr int SIZES[][5] = {{{sizes}}};
+    if (t > 0) return;
+    const int* const size = SIZES[int(p.softmax_scale)];
+    AttentionParams shape = p;
+    shape.batch = size[0], shape.heads = size[1], shape.kv_heads = size[2];
+    shape.seq_q = size[3], shape.seq_k = size[4];
+"""
+
+
+def write_schedule(folder: Path, step: Step, body: str, calls: Sequence[Sizes]) -> Step:
+    """A step each of whose blocks leaves numbers in lse: what body finds for `shape`."""
+    sizes = ", ".join(
+        f"{{{size.batch}, {size.heads}, {size.kv_heads}, {size.seq_q}, {size.seq_k}}}"
+        for size in calls
+    )
+    return write_beside(folder, step, "schedule", _SHAPE.format(sizes=sizes) + body)
+
+
+def ask_schedule(schedule: Step, sizes: Sizes, scenario: int, width: int) -> list[list[int]]:
+    """The numbers of each block, of which there is room for so many."""
+    q = torch.zeros(1, 1, sizes.blocks, 8, dtype=torch.float16)
+    lse = torch.zeros(sizes.blocks * width)
+    CpuBackend().launch(
+        schedule, q, q, q, torch.zeros_like(q), lse, causal=sizes.causal, softmax_scale=scenario
+    )
+    return lse.view(sizes.blocks, width).int().tolist()
 
 
 def check_applies(path: Path, calls: Mapping[str, Call], tests: Mapping[str, object]) -> None:

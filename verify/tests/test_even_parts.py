@@ -26,10 +26,11 @@ from verify.inputs import rising_logits, walks
 from verify.layouts import packed, padded, transposed
 from verify.tests.more_multiprocessors import (
     Call,
+    ask_schedule,
     check_applies,
     check_call,
     check_rejected,
-    write_beside,
+    write_schedule,
 )
 from verify.tests.patch_samples import chosen
 
@@ -106,19 +107,13 @@ NUM_PARTS = [
     (Sizes(132, 20, 6, 2, 2, 193, causal=True), 5),
 ]
 
-# The scenario is the index of the sizes. Each block leaves how many parts it has, the schedule's
+# Each block leaves how many parts it has, the schedule's
 # parts, group_work and num_parts, the first part of the work tile that has the block's number, and
 # struct WorkTile of each of its own parts.
 WIDTH = 5 + 7 * 8
-SCHEDULE = """
-    constexpr int SIZES[][5] = {{{sizes}}};
-    if (t > 0) return;
-    const int* const size = SIZES[int(p.softmax_scale)];
-    AttentionParams shape = p;
-    shape.batch = size[0], shape.heads = size[1], shape.kv_heads = size[2];
-    shape.seq_q = size[3], shape.seq_k = size[4];
+SCHEDULE = f"""
     const Schedule schedule(shape, gridDim.x);
-    float* const to = p.lse + {width} * block;
+    float* const to = p.lse + {WIDTH} * block;
     to[1] = schedule.parts, to[2] = schedule.group_work, to[3] = schedule.num_parts;
     to[4] = schedule.first_part(block).part;
     int count = 0;
@@ -132,18 +127,12 @@ SCHEDULE = """
 """
 
 
-def write_schedule(folder, step: Step) -> Step:
-    sizes = ", ".join(
-        f"{{{size.batch}, {size.heads}, {size.kv_heads}, {size.seq_q}, {size.seq_k}}}"
-        for size, _ in NUM_PARTS
-    )
-    body = SCHEDULE.format(sizes=sizes, width=WIDTH)
-    return write_beside(folder, step, "schedule", body)
+CALLED = [sizes for sizes, _ in NUM_PARTS]
 
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory):
-    return write_schedule(tmp_path_factory.mktemp("schedule"), STEP)
+    return write_schedule(tmp_path_factory.mktemp("schedule"), STEP, SCHEDULE, CALLED)
 
 
 @dataclass(frozen=True)
@@ -166,19 +155,13 @@ def test_parts(schedule, sizes, num_parts):
 
 def check_schedule(step: Step) -> None:
     with TemporaryDirectory() as folder:
-        schedule = write_schedule(Path(folder), step)
+        schedule = write_schedule(Path(folder), step, SCHEDULE, CALLED)
         for sizes, num_parts in NUM_PARTS:
             check_parts(schedule, sizes, num_parts)
 
 
 def check_parts(schedule: Step, sizes: Sizes, num_parts: int) -> None:
-    q = torch.zeros(1, 1, sizes.blocks, 8, dtype=FP16)
-    lse = torch.zeros(sizes.blocks * WIDTH)
-    scenario = [size for size, _ in NUM_PARTS].index(sizes)
-    CpuBackend().launch(
-        schedule, q, q, q, torch.zeros_like(q), lse, causal=sizes.causal, softmax_scale=scenario
-    )
-    blocks = lse.view(sizes.blocks, WIDTH).int().tolist()
+    blocks = ask_schedule(schedule, sizes, CALLED.index(sizes), WIDTH)
     (parts, group_work, total), *others = (block[1:4] for block in blocks)
     assert all(other == [parts, group_work, total] for other in others)
     assert parts == num_parts

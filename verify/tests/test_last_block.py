@@ -18,17 +18,17 @@ import torch
 from common.catalog import find_step
 from common.paths import ROOT
 from common.problem import Shape
-from common.runtime.cpu import CpuBackend
 from common.step import Step
 from verify.case import Case
 from verify.inputs import graded, rising_logits, walks
 from verify.layouts import packed, padded, transposed
 from verify.tests.more_multiprocessors import (
     Call,
+    ask_schedule,
     check_applies,
     check_call,
     check_rejected,
-    write_beside,
+    write_schedule,
 )
 from verify.tests.patch_samples import chosen
 
@@ -140,21 +140,15 @@ SHARING = [
     (Sizes(132, 20, 6, 2, 2, 193, causal=True), 132),
 ]
 
-# The scenario is the index of the sizes. Each block leaves how many segments it has, whether whole
+# Each block leaves how many segments it has, whether whole
 # work tiles are dealt out, whether the block has parts to merge, the first block that has one of
 # these, and struct Segment of each.
 MOST_SEGMENTS = 20
 WIDTH = 4 + 7 * MOST_SEGMENTS
-SCHEDULE = """
-    constexpr int SIZES[][5] = {{{sizes}}};
-    if (t > 0) return;
-    const int* const size = SIZES[int(p.softmax_scale)];
-    AttentionParams shape = p;
-    shape.batch = size[0], shape.heads = size[1], shape.kv_heads = size[2];
-    shape.seq_q = size[3], shape.seq_k = size[4];
+SCHEDULE = f"""
     const Schedule schedule(shape, gridDim.x);
     const Share share(schedule, block);
-    float* to = p.lse + {width} * block;
+    float* to = p.lse + {WIDTH} * block;
     *to++ = share.count, *to++ = schedule.is_whole, *to++ = share.has_parts_to_merge();
     *to++ = share.has_parts_to_merge() ? schedule.block_of(share.first_work * schedule.tiles) : 0;
     for (uint32_t i = 0; i < share.count; ++i) {{
@@ -166,17 +160,12 @@ SCHEDULE = """
 """
 
 
-def write_schedule(folder: Path, step: Step) -> Step:
-    sizes = ", ".join(
-        f"{{{size.batch}, {size.heads}, {size.kv_heads}, {size.seq_q}, {size.seq_k}}}"
-        for size, _ in SHARING
-    )
-    return write_beside(folder, step, "schedule", SCHEDULE.format(sizes=sizes, width=WIDTH))
+CALLED = [sizes for sizes, _ in SHARING]
 
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory):
-    return write_schedule(tmp_path_factory.mktemp("schedule"), STEP)
+    return write_schedule(tmp_path_factory.mktemp("schedule"), STEP, SCHEDULE, CALLED)
 
 
 @dataclass(frozen=True)
@@ -198,23 +187,17 @@ def test_shares(schedule, sizes, num_blocks):
 
 def check_schedule(step: Step) -> None:
     with TemporaryDirectory() as folder:
-        schedule = write_schedule(Path(folder), step)
+        schedule = write_schedule(Path(folder), step, SCHEDULE, CALLED)
         for sizes, num_blocks in SHARING:
             check_shares(schedule, sizes, num_blocks)
 
 
 def check_shares(schedule: Step, sizes: Sizes, num_blocks: int | None) -> None:
-    q = torch.zeros(1, 1, sizes.blocks, 8, dtype=FP16)
-    lse = torch.zeros(sizes.blocks * WIDTH)
-    scenario = [size for size, _ in SHARING].index(sizes)
-    CpuBackend().launch(
-        schedule, q, q, q, torch.zeros_like(q), lse, causal=sizes.causal, softmax_scale=scenario
-    )
     work_tiles = sizes.work_tiles
     shares: list[list[Segment]] = []
     merges = {}  # block: the first one that has a part
     for block, (count, is_whole, has_parts, first_block, *numbers) in enumerate(
-        lse.view(sizes.blocks, WIDTH).int().tolist()
+        ask_schedule(schedule, sizes, CALLED.index(sizes), WIDTH)
     ):
         assert bool(is_whole) == (num_blocks is None)
         assert count <= MOST_SEGMENTS
