@@ -15,12 +15,12 @@ namespace {
 constexpr int FIRST_PROGRESS_S = 5, PROGRESS_INTERVAL_S = 10;
 
 int time_limit_s;  // of the process
-time_t start_s;
+double start_s;
 
-time_t now_s() {
+double now_s() {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec;
+    return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
 // The registers that say where a thread was interrupted.
@@ -149,7 +149,7 @@ void handle_fault(int signal, siginfo_t* info, void* context) {
 
 // Reports what the interrupted OS thread is doing, or that it has taken too long.
 void handle_alarm(int, siginfo_t*, void* context) {
-    const int seconds = now_s() - start_s;
+    const int seconds = int(now_s() - start_s);
     if (const Worker* worker = Worker::current()) {
         Report report = worker->fault(seconds < time_limit_s ? PROGRESS : "time limit");
         describe_code(report, *worker, context);
