@@ -21,6 +21,7 @@ from .section import Section
 MOST_DIAGRAM_BYTES = 16_000
 
 _HEADING = re.compile(r"^## (?P<title>(?P<name>[a-z]\d\d): .*)$", re.MULTILINE)
+_SIZE = re.compile(r'width="\d+" height="\d+"')  # an SVG's, and an image's
 _DIAGRAM = re.compile(r'<img alt="(?P<alt>[^"]*)" src="figures/(?P<name>\w+)\.svg">')
 
 
@@ -143,8 +144,11 @@ def _diagram(name: str, alt: str, figures: Mapping[str, str]) -> str:
     light, dark = figures.get(f"{name}.svg"), figures.get(f"{name}_dark.svg")
     if not light or not dark or len(light) > MOST_DIAGRAM_BYTES:
         return ""
+    # Lazy: the page opens sooner without those that are far down, or of the other scheme of colors.
+    # Their sizes keep their places.
     images = "".join(
-        f'<img class="{theme}" alt="{alt}" src="data:image/svg+xml,{quote(svg, safe=_SAFE)}">'
+        f'<img class="{theme}" alt="{alt}" {_SIZE.search(svg)[0]} loading="lazy" '
+        f'src="data:image/svg+xml,{quote(svg, safe=_SAFE)}">'
         for theme, svg in (("light", light), ("dark", dark))
     )
     return f'<div class="wide" tabindex="0" role="region" aria-label="Diagram">{images}</div>\n'

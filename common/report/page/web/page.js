@@ -13,9 +13,10 @@ const worklog = {
         return made;
     },
 
-    // Keeps a plot in a container as wide as that, from when it comes near the screen on.
-    // options(width) are Plot's, a label that says in words what the plot shows and, where one can
-    // pick a mark with a tip, onChoose(its datum). Returns a function that draws again.
+    // Keeps a plot in a container as wide as that, from when it comes near the screen on; until then
+    // its place is kept. options(width) are Plot's with a height, a label that says in words what the
+    // plot shows and, where one can pick a mark with a tip, onChoose(its datum). Returns a function
+    // that draws again.
     plot(container, options) {
         let near = false;
         const draw = () => {
@@ -34,6 +35,11 @@ const worklog = {
             figure.setAttribute("aria-label", label);
             container.replaceChildren(figure);
         };
+        const keepPlace = () => {
+            const { height } = options(container.clientWidth);
+            container.replaceChildren(worklog.element("div", { style: `height: ${height}px` }));
+        };
+        queueMicrotask(keepPlace); // when the section that asks has all that options() reads
         new IntersectionObserver(
             (entries, observer) => {
                 if (!entries.some((entry) => entry.isIntersecting)) return;
