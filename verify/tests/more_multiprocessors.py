@@ -16,6 +16,7 @@ from common.runtime.cpu import CpuBackend
 from common.step import Step, read_step
 from verify.case import Case
 from verify.check import CaseResult, check_case
+from verify.tests.patch_samples import chosen
 from verify.tests.small_kernels import write_step
 from verify.tests.test_mutants import flags_of_mutant
 
@@ -87,6 +88,20 @@ def ask_schedule(schedule: Step, sizes: Sizes, scenario: int, width: int) -> lis
         schedule, q, q, q, torch.zeros_like(q), lse, causal=sizes.causal, softmax_scale=scenario
     )
     return lse.view(sizes.blocks, width).int().tolist()
+
+
+def choose(metafunc: pytest.Metafunc, mutants: Sequence[Path], calls: Mapping[str, Call]) -> None:
+    """Parametrizes test_rejected by the mutants whose turn it is, and test_call by the calls that
+    these name and by those whose turn it is.
+    """
+    sample = metafunc.config.getoption("mutants")
+    paths = chosen(mutants, sample)
+    if metafunc.function.__name__ == "test_rejected":
+        metafunc.parametrize("path", paths, ids=[path.stem for path in paths])
+        return
+    named = {name for path in paths for name in read_patch(path).header["cases"].split()}
+    turns = chosen(sorted(calls), sample)
+    metafunc.parametrize("name", [name for name in calls if name in named or name in turns])
 
 
 def check_applies(path: Path, calls: Mapping[str, Call], tests: Mapping[str, object]) -> None:

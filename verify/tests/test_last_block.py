@@ -28,9 +28,9 @@ from verify.tests.more_multiprocessors import (
     check_applies,
     check_call,
     check_rejected,
+    choose,
     write_schedule,
 )
-from verify.tests.patch_samples import chosen
 
 STEP = find_step("v18")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -286,7 +286,6 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
 def test_call(name):
     result = check_call(STEP, CALLS[name])
     assert result.passed, str(result)
@@ -301,9 +300,8 @@ MUTANTS = sorted((ROOT / "verify" / "mutants" / "last_block").glob("*.patch"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.function is test_rejected:
-        paths = chosen(MUTANTS, metafunc.config.getoption("mutants"))
-        metafunc.parametrize("path", paths, ids=[path.stem for path in paths])
+    if metafunc.function in (test_call, test_rejected):
+        choose(metafunc, MUTANTS, CALLS)
 
 
 def test_every_patch_applies():
