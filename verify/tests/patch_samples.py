@@ -1,8 +1,8 @@
 """Which mutants and experiments run: all take longer than a push should wait, so `make test` runs a
 sample. So it does of the steps that are rewritten for compute-sanitizer.
 
-Sample n is every 32nd, by name, from the n-th on, and which one runs follows from the number of
-commits: 32 commits in a row run all, and a commit always the same ones.
+Sample n is every 48th, by name, from the n-th on, and which one runs follows from the number of
+commits: 48 commits in a row run all, and a commit always the same ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verify.turn import number_of_commits
 T = TypeVar("T")
 # So many that a sample takes about a tenth of all tests' time. The mutants of a step stand
 # together, so that a sample has some of most steps.
-SAMPLES = 32
+SAMPLES = 48
 
 
 def parse_mutants(value: str) -> int | None:

@@ -142,7 +142,7 @@ def test_outside_of_a_clone_it_is_sample_0(monkeypatch, tmp_path):
     assert parse_mutants("sample") == 0
 
 
-@pytest.mark.parametrize(("value", "sample"), [("all", None), ("3", 3), ("35", 3)])
+@pytest.mark.parametrize(("value", "sample"), [("all", None), ("3", 3), (str(SAMPLES + 3), 3)])
 def test_a_sample_can_be_chosen(value, sample):
     assert parse_mutants(value) == sample
 
