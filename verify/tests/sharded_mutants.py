@@ -4,6 +4,7 @@ then runs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from common.sharded import order, ring, ulysses
 from verify.tests.sharded_cases import BOTH, Findings, make, square
 
 Patch = pytest.MonkeyPatch
+TURN = "TEST_SHARDED_MUTANTS"  # a variable of the environment: those whose turn it is, by name
 
 
 def weights_swapped(patch: Patch) -> None:
@@ -200,12 +202,14 @@ MUTATED = {method: make("mutated", 3, square(1, 6, 3, 96), methods=[method])[0] 
 
 
 def run_mutants(device: str) -> Findings:
-    findings = {}
+    findings, turn = {}, os.environ[TURN].split()
     for kind, mutants in MUTANTS.items():
         method, which = kind.split()
         case = replace(MUTATED[method], backward=which == "backward")
         findings[kind] = case.run(device)
         for mutant in mutants:
+            if mutant.__name__ not in turn:
+                continue
             with pytest.MonkeyPatch.context() as patch:
                 mutant(patch)
                 findings[mutant.__name__] = case.run(device)

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -46,7 +46,7 @@ from verify.tests.sharded_cases import (
     tensors,
 )
 from verify.tests.sharded_failures import ENDS, WORLD, run_end, run_failures
-from verify.tests.sharded_mutants import run_mutants
+from verify.tests.sharded_mutants import TURN, run_mutants
 
 all_steps()  # they are kept
 
@@ -312,7 +312,9 @@ def has_begun(rank: int) -> str:
     return f"rank {rank} has begun"
 
 
-def be_rank(name: str, world: int, rank: int, port: int, path: Path) -> None:
+def be_rank(
+    name: str, world: int, rank: int, port: int, path: Path, mutants: Sequence[str]
+) -> None:
     """Goes through a launch, and writes what it finds."""
     launch = LAUNCHES[name]
     log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT)
@@ -322,9 +324,8 @@ def be_rank(name: str, world: int, rank: int, port: int, path: Path) -> None:
     cpu._num_cores = lambda: 1  # of the SIMT runtime: each core has a rank
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(launch.ranks)}
-    os.environ.update(
-        {**address, **place, WORLD: str(world), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    )
+    own = {WORLD: str(world), TURN: " ".join(mutants), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update({**address, **place, **own})
     if launch.device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if launch.device == "cuda" else "gloo"
@@ -339,8 +340,8 @@ def be_rank(name: str, world: int, rank: int, port: int, path: Path) -> None:
         dist.destroy_process_group()
 
 
-def start(name: str, folder: Path) -> None:
-    """Runs a launch, until all its ranks have ended."""
+def start(name: str, folder: Path, mutants: Sequence[str]) -> None:
+    """Runs a launch, until all its ranks have ended. Of the mutants, those with these names."""
     folder.mkdir()
     launch = LAUNCHES[name]
     context = multiprocessing.get_context("forkserver")
@@ -351,7 +352,9 @@ def start(name: str, folder: Path) -> None:
         stores.append(store)
         for rank in range(launch.ranks):
             path = folder / f"{world * launch.ranks + rank}.pt"
-            process = context.Process(target=be_rank, args=(name, world, rank, store.port, path))
+            process = context.Process(
+                target=be_rank, args=(name, world, rank, store.port, path, mutants)
+            )
             process.start()
             processes.append(process)
         # If all worlds began at once, ranks might not find each other within a short time-out.

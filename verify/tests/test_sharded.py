@@ -23,6 +23,7 @@ from verify.accuracy import Expected, compare, expect
 from verify.case import Case
 from verify.reference import attention_reference
 from verify.tests import sharded_ranks as ranks_of
+from verify.tests.patch_samples import chosen
 from verify.tests.sharded_cases import (
     BOTH,
     CASES_OF_2,
@@ -41,14 +42,16 @@ from verify.tests.sharded_ranks import LAUNCHES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SLOW_S = 10.0  # that a machine with other work may take beside the time-out
+EACH_MUTANT = [(kind, mutant.__name__) for kind, mutants in MUTANTS.items() for mutant in mutants]
 
 
 @pytest.fixture(scope="session")
-def findings(tmp_path_factory) -> Callable[[str], list[Findings]]:
+def findings(tmp_path_factory, pytestconfig) -> Callable[[str], list[Findings]]:
     """Of a launch's ranks. It runs once, whichever of pytest's processes asks first."""
     folder = tmp_path_factory.getbasetemp()
     if folder.name.startswith("popen-"):  # of one of pytest-xdist's processes
         folder = folder.parent
+    mutants = [mutant for _, mutant in chosen(EACH_MUTANT, pytestconfig.getoption("mutants"))]
 
     @cache
     def find(name: str) -> list[Findings]:
@@ -56,7 +59,7 @@ def findings(tmp_path_factory) -> Callable[[str], list[Findings]]:
         with place.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not place.exists():
-                ranks_of.start(name, place)
+                ranks_of.start(name, place, mutants)
         found = ranks_of.read(name, place)
         if name != "ends":
             logs = [place / f"{rank}.log" for rank in range(LAUNCHES[name].ranks)]
@@ -178,10 +181,12 @@ def test_what_mutants_are_made_of_is_right(findings, kind) -> None:
     assert mistakes(case, findings("mutants"), kind) == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "mutant"),
-    [(kind, mutant.__name__) for kind, mutants in MUTANTS.items() for mutant in mutants],
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_a_mutant_is_rejected:
+        turn = chosen(EACH_MUTANT, metafunc.config.getoption("mutants"))
+        metafunc.parametrize(("kind", "mutant"), turn)
+
+
 def test_a_mutant_is_rejected(findings, kind, mutant) -> None:
     method, which = kind.split()
     case = replace(MUTATED[method], backward=which == "backward")
