@@ -1,5 +1,6 @@
 """Which mutants and experiments run: all take longer than a push should wait, so `make test` runs a
-sample. So it does of the steps that are rewritten for compute-sanitizer.
+sample. So it does of whatever else takes turns: steps rewritten for compute-sanitizer, cases with
+wrong lengths, calls on more multiprocessors, mutants of sharded attention.
 
 Sample n is every 48th, by name, from the n-th on, and which one runs follows from the number of
 commits: 48 commits in a row run all, and a commit always the same ones.

@@ -1138,16 +1138,17 @@ def test_what_torch_compile_cannot_know_of_a_static_mask(make, side: str, calls)
     assert not calls
 
 
+@pytest.mark.parametrize("side", ["no padding", "left"])
 @pytest.mark.parametrize(
-    ("make", "side", "options", "expected"),
+    ("make", "options", "expected"),
     [
-        pytest.param(llama, "left", {}, 1, id="llama"),
-        pytest.param(mistral, "no padding", {}, 2, id="mistral"),  # as with SDPA
-        pytest.param(llama, "left", {"prefill_chunk_size": 8}, 3, id="prompt in chunks"),
+        pytest.param(llama, {}, 1, id="llama"),
+        pytest.param(mistral, {}, 2, id="mistral"),  # as with SDPA
+        pytest.param(llama, {"prefill_chunk_size": 8}, 3, id="prompt in chunks"),
     ],
 )
 def test_generation_with_a_compiled_model(
-    make, side: str, options: dict[str, int], expected: int
+    make, options: dict[str, int], expected: int, side: str
 ) -> None:
     """As on a GPU, where generate() compiles it for a static cache: one graph has all tokens."""
     inputs = {"input_ids": random_tokens()}
