@@ -165,7 +165,7 @@ SCHEDULE = f"""
     float* to = p.lse + {WIDTH} * block;
     *to++ = share.count, *to++ = schedule.is_whole, *to++ = share.has_parts_to_merge();
     *to++ = share.has_parts_to_merge() ? schedule.first_block(share.first_work) : 0;
-    for (uint32_t i = 0; i < share.count; ++i) {{
+    for (uint32_t i = 0; i < share.count && i < {MOST_SEGMENTS}; ++i) {{
         const Segment segment = share.at(i);
         *to++ = segment.batch, *to++ = segment.kv_head, *to++ = segment.first_row;
         *to++ = segment.first, *to++ = segment.end;
@@ -218,6 +218,7 @@ def check_shares(schedule: Step, sizes: Sizes, num_blocks: int | None) -> None:
         own = []
         for n in range(count):
             *place, first, end, goes_on, whole = numbers[7 * n : 7 * n + 7]
+            assert tuple(place) in work_tiles
             own.append(Segment(block, work_tiles.index(tuple(place)), first, end, goes_on, whole))
         shares.append(own)
         if has_parts:
@@ -238,6 +239,7 @@ def check_shares(schedule: Step, sizes: Sizes, num_blocks: int | None) -> None:
 
     expected = segments(len(work_tiles), sizes.tiles, num_blocks)
     found = [segment for own in shares for segment in own]
+    assert len(found) == len(expected)
     for segment, (block, work, first, end) in zip(found, expected, strict=True):
         assert (segment.block, segment.work, segment.first) == (block, work, first)
         assert segment.end == min(end, sizes.visible_tiles(work_tiles[work][2]))
@@ -287,7 +289,7 @@ CALLS = {
         Call(Case("uneven", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 20),
         Call(Case("uneven_heads", Shape(2, 4, 2, 40, 650, 256), FP16), 50),
         # As many parts of a work tile as there are tiles, and blocks that have none.
-        Call(Case("few_tiles", Shape(1, 2, 2, 20, 350, 64), BF16, inputs=walks(2, 25)), 11),
+        Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 11),
         # 16 parts of 3 work tiles, not as many of each: most blocks go on, or merge, or both.
         Call(Case("unequal", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 14),
         Call(Case("unequal_heads", Shape(2, 4, 2, 40, 700, 64), FP16), 17),

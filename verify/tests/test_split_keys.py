@@ -128,7 +128,7 @@ SCHEDULE = f"""
     const Share share(schedule, block);
     float* to = p.lse + {WIDTH} * block;
     *to++ = share.count, *to++ = schedule.is_whole;
-    for (int i = 0; i < share.count; ++i) {{
+    for (int i = 0; i < share.count && i < {MOST_SEGMENTS}; ++i) {{
         const Segment segment = share.at(i);
         const uint32_t work = segment.kv_head;
         *to++ = work, *to++ = segment.first, *to++ = segment.end;
@@ -178,6 +178,7 @@ def check_shares(schedule: Step, sizes: Sizes, num_blocks: int | None) -> None:
     blocks_of = {
         work: [block for block, *_ in of] for work, of in groupby(expected, lambda part: part[1])
     }
+    assert len(found) == len(expected)
     for segment, (block, work, first, end) in zip(found, expected, strict=True):
         kind = (end < tiles, end - first == tiles)
         assert segment == (block, work, first, end, *kind, blocks_of[work][0], blocks_of[work][-1])
@@ -224,6 +225,8 @@ CALLS = {
         Call(Case("uneven", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 20),
         # 6 parts each of 4 work tiles, of one tile or two; a work tile has two warpgroups.
         Call(Case("uneven_256", Shape(2, 2, 1, 70, 650, 256), FP16), 25),
+        # As many parts of a work tile as there are tiles, and blocks that have none.
+        Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 11),
         # 16 parts of 3 work tiles, not as many of each.
         Call(Case("unequal", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 14),
     )
