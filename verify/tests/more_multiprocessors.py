@@ -96,7 +96,7 @@ def segments(works: int, tiles: int, blocks: int) -> list[tuple[int, int, int, i
     tile, end) of each segment, in order.
     """
     if blocks % works == 0:
-        # As many parts of each, which have as many tiles, but for one.
+        # As many parts of each, which have as many tiles, or one more.
         parts = blocks // works
         cuts = [work * tiles + n * tiles // parts for work in range(works) for n in range(parts)]
         cuts.append(works * tiles)
