@@ -1,7 +1,8 @@
 // v13 -- split keys: all blocks share the keys of few queries, and a second kernel merges their parts
 // taken: only for few queries; for more, v12's tensor cores are busier
-// change: the tiles of keys of all work tiles, in a row, are cut into as many equal shares as there are
-//     blocks. What a block computes of a work tile that it has only a part of is O, m and l of its keys.
+// change: the tiles of keys of each work tile are cut into equal parts, one for each block or, where that
+//     leaves many without any, all in a row into as many equal shares as there are blocks. What a block
+//     computes of a work tile that it has only a part of is O, m and l of its keys.
 //     A second kernel merges the parts. The rows of a work tile are the queries of all heads that look
 //     at the same keys
 // why: with one query a head is one block's work, and most SMs have none; and each head of a group
@@ -126,9 +127,10 @@ struct Schedule {
         is_whole = is_even || uint64_t(works) * tiles > UINT32_MAX;
         if (is_whole) return;
         parts = blocks / works;
-        if (10 * works * parts < 9 * blocks && blocks < works * tiles) parts = 0;
+        if (10 * works * parts < 9 * blocks) parts = 0;
         if (parts > 0) {
             parts = min(parts, tiles);
+            is_whole = parts == 1;
             blocks = works * parts;
             return;
         }
@@ -138,9 +140,7 @@ struct Schedule {
 
     // Where a block's share begins, and that of the block before ends.
     __device__ uint32_t cut(uint32_t block) const {
-        if (parts == 0) return share * block + min(block, longer);
-        const uint32_t work = block / parts;
-        return work * tiles + (block - work * parts) * tiles / parts;
+        return parts > 0 ? block * tiles / parts : share * block + min(block, longer);
     }
     // Who has the first tile of a work tile, and the last one.
     __device__ uint32_t first_block(uint32_t work) const {
@@ -597,7 +597,9 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS, MERGE_BLOCKS)
     const uint32_t num_rows = schedule.works / schedule.row_tiles * schedule.rows;
     const uint32_t chunks = num_rows * MERGE_CHUNKS, threads = gridDim.x * MERGE_THREADS;
     // So many lanes that each loads all of its parts at once, unless there are not so many threads.
-    const uint32_t parts = min(schedule.tiles, schedule.blocks / schedule.works + 2);
+    const uint32_t parts = schedule.parts > 0
+                               ? schedule.parts
+                               : min(schedule.tiles, schedule.blocks / schedule.works + 2);
     uint32_t lanes = 1;
     while (lanes < 32 && MERGED_AT_ONCE * lanes < parts && 2 * lanes * chunks <= threads)
         lanes *= 2;

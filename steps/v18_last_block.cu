@@ -112,9 +112,10 @@ struct Schedule {
         is_whole = is_even || uint64_t(works) * tiles > UINT32_MAX;
         if (is_whole) return;
         parts = blocks / works;
-        if (10 * works * parts < 9 * blocks && blocks < works * tiles) parts = 0;
+        if (10 * works * parts < 9 * blocks) parts = 0;
         if (parts > 0) {
             parts = min(parts, tiles);
+            is_whole = parts == 1;
             blocks = works * parts;
             return;
         }
@@ -124,9 +125,7 @@ struct Schedule {
 
     // Where a block's share begins, and that of the block before ends.
     __device__ uint32_t cut(uint32_t block) const {
-        if (parts == 0) return share * block + min(block, longer);
-        const uint32_t work = block / parts;
-        return work * tiles + (block - work * parts) * tiles / parts;
+        return parts > 0 ? block * tiles / parts : share * block + min(block, longer);
     }
     // Who has the first tile of a work tile.
     __device__ uint32_t first_block(uint32_t work) const {

@@ -83,12 +83,12 @@ SHARING = [
     # As many parts of each, which are nine tenths of the blocks.
     (Sizes(132, 8, 64), 128),
     (Sizes(132, 64, 64), 128),
-    (Sizes(132, 128, 64), 128),
+    (Sizes(132, 128, 64), None),
     (Sizes(132, 118, 64), 132),
     (Sizes(132, 100, 64), 132),  # 32 blocks would be idle
     (Sizes(132, 40, 64), 120),
     (Sizes(132, 39, 64), 132),  # 117
-    (Sizes(10, 9, 9), 9),
+    (Sizes(10, 9, 9), None),
     (Sizes(20, 8, 9), 20),
     (Sizes(20, 9, 9), 18),
     # Of lengths that are no multiple of the parts.
@@ -101,7 +101,7 @@ SHARING = [
     (Sizes(144, 1, MOST_TILES), 144),
     # No more than there are tiles.
     (Sizes(132, 8, 3), 24),
-    (Sizes(132, 1, 1), 1),
+    (Sizes(132, 1, 1), None),
     (Sizes(132, 100, 1), 100),
     (Sizes(132, 100, 2), 132),
     (Sizes(132, 39, 3), 117),  # as many parts are too few, and all that there are
