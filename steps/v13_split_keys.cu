@@ -2,9 +2,9 @@
 // taken: only for few queries; for more, v12's tensor cores are busier
 // change: the tiles of keys of each work tile are cut into equal parts, one for each block or, where that
 //     leaves many without any, all in a row into as many equal shares as there are blocks. What a block
-//     computes of a work tile that it has only a part of is O, m and l of its keys.
-//     A second kernel merges the parts. The rows of a work tile are the queries of all heads that look
-//     at the same keys
+//     computes of a work tile that it has only a part of is O, m and l of its keys. A second kernel merges
+//     the parts. Where there are work tiles enough, whole ones are dealt out in turn. The rows of a work
+//     tile are the queries of all heads that look at the same keys
 // why: with one query a head is one block's work, and most SMs have none; and each head of a group
 //     reads the same keys again. Predicted: with one query and 8 sequences of 8192 keys or more, 0.93
 //     of the speed of a copy, as K and V come from global memory once, through all SMs
