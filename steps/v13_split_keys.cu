@@ -1,9 +1,10 @@
 // v13 -- split keys: all blocks share the keys of few queries, and a second kernel merges their parts
 // taken: only for few queries; for more, v12's tensor cores are busier
-// change: the tiles of keys of all work tiles, in a row, are cut into as many equal shares as there are
-//     blocks. What a block computes of a work tile that it has only a part of is O, m and l of its keys.
-//     A second kernel merges the parts. The rows of a work tile are the queries of all heads that look
-//     at the same keys
+// change: the tiles of keys of each work tile are cut into equal parts, one for each block or, where that
+//     leaves many without any, all in a row into as many equal shares as there are blocks. What a block
+//     computes of a work tile that it has only a part of is O, m and l of its keys. A second kernel merges
+//     the parts. Where there are work tiles enough, whole ones are dealt out in turn. The rows of a work
+//     tile are the queries of all heads that look at the same keys
 // why: with one query a head is one block's work, and most SMs have none; and each head of a group
 //     reads the same keys again. Predicted: with one query and 8 sequences of 8192 keys or more, 0.93
 //     of the speed of a copy, as K and V come from global memory once, through all SMs
@@ -40,7 +41,7 @@ using Tile = Element[PANELS][ROWS][PANEL];
 
 // What a warpgroup has found in a block's keys of a work tile: O = sum P V, m and l, P = 2^(S - m).
 struct alignas(128) Part {
-    float o[BLOCK_M][DIM];
+    float o[BLOCK_M][HEAD_DIM];
     float row_max[BLOCK_M], row_sum[BLOCK_M];
 };
 // A block leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
@@ -105,9 +106,9 @@ struct Schedule {
     uint32_t tiles;            // of keys, of each work tile
     uint32_t works;            // work tiles
     uint32_t blocks;           // that have a share
-    uint32_t unit_tiles;       // a share is of whole work tiles, or of tiles of keys, one by one
-    uint32_t work_units;       // of a work tile
-    uint32_t share, longer;    // a share is so many units, those of the first blocks one more
+    bool is_whole;             // a share is of whole work tiles
+    uint32_t parts;            // or one of so many equal ones of a work tile, if that is not 0
+    uint32_t share, longer;    // or else of so many tiles of keys; of the first blocks one more
 
     __device__ Schedule(const AttentionParams& params, int grid)
         : p(params),
@@ -119,25 +120,39 @@ struct Schedule {
           tiles((p.seq_k + BLOCK_N - 1) / BLOCK_N),
           works(uint32_t(p.batch) * p.kv_heads * row_tiles),
           blocks(min(grid, MAX_BLOCKS)) {
-        // Parts take time to write and to merge. So whole work tiles are shared out, or as many parts
+        // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
         // of each, where that keeps nine tenths of the blocks busy.
-        const uint32_t idle = ((works - 1) / blocks + 1) * blocks - works, parts = blocks / works;
+        const uint32_t idle = ((works - 1) / blocks + 1) * blocks - works;
         const bool is_even = works >= blocks && works >= 9 * idle;
-        const bool whole = is_even || uint64_t(works) * tiles > UINT32_MAX;
-        unit_tiles = whole ? tiles : 1;
-        work_units = whole ? 1 : tiles;
-        if (10 * works * parts >= 9 * blocks) blocks = works * parts;
-        blocks = min(blocks, works * work_units);
-        share = works * work_units / blocks;
-        longer = works * work_units - share * blocks;
+        is_whole = is_even || uint64_t(works) * tiles > UINT32_MAX;
+        if (is_whole) return;
+        parts = blocks / works;
+        if (10 * works * parts < 9 * blocks) parts = 0;
+        if (parts > 0) {
+            parts = min(parts, tiles);
+            is_whole = parts == 1;
+            blocks = works * parts;
+            return;
+        }
+        share = works * tiles / blocks;
+        longer = works * tiles - share * blocks;
     }
 
     // Where a block's share begins, and that of the block before ends.
-    __device__ uint32_t cut(uint32_t block) const { return share * block + min(block, longer); }
-    // Whose share has the unit.
-    __device__ uint32_t block_of(uint32_t unit) const {
+    __device__ uint32_t cut(uint32_t block) const {
+        return parts > 0 ? block * tiles / parts : share * block + min(block, longer);
+    }
+    // Who has the first tile of a work tile, and the last one.
+    __device__ uint32_t first_block(uint32_t work) const {
+        return parts > 0 ? work * parts : block_of(work * tiles);
+    }
+    __device__ uint32_t last_block(uint32_t work) const {
+        return parts > 0 ? (work + 1) * parts - 1 : block_of((work + 1) * tiles - 1);
+    }
+    // Whose share has the tile, if there are no equal ones.
+    __device__ uint32_t block_of(uint32_t tile) const {
         const uint32_t first = cut(longer);
-        return unit < first ? unit / (share + 1) : longer + (unit - first) / share;
+        return tile < first ? tile / (share + 1) : longer + (tile - first) / share;
     }
 
     // The keys that a row sees. Causal: query i sees j <= i + seq_k - seq_q.
@@ -149,23 +164,32 @@ struct Schedule {
 // A block's share, segment by segment.
 struct Share {
     const Schedule& schedule;
-    uint32_t begin, end;  // of the units
-    uint32_t first_work;
-    int count;
+    uint32_t begin = 0, end = 0;          // of the tiles
+    uint32_t first_work = 0, stride = 1;  // of its work tiles
+    int count = 0;
 
-    __device__ Share(const Schedule& s, uint32_t block) : schedule(s), begin(0), end(0), count(0) {
-        if (block >= s.blocks) return;
-        begin = s.cut(block), end = s.cut(block + 1);
-        first_work = begin / s.work_units;
-        count = (end - 1) / s.work_units - first_work + 1;
+    __device__ Share(const Schedule& s, uint32_t block) : schedule(s) {
+        if (s.is_whole) {
+            first_work = block, stride = s.blocks;
+            if (block < min(s.blocks, s.works)) count = (s.works - 1 - block) / stride + 1;
+        } else if (block < s.blocks) {
+            begin = s.cut(block), end = s.cut(block + 1);
+            first_work = begin / s.tiles;
+            count = (end - 1) / s.tiles - first_work + 1;
+        }
     }
 
     __device__ Segment at(int i) const {
         const Schedule& s = schedule;
-        const uint32_t work = first_work + i, before = work * s.work_units;
+        const uint32_t work = first_work + i * stride;
         Segment segment;
-        segment.first = (max(begin, before) - before) * s.unit_tiles;
-        segment.end = min(end - before, s.work_units) * s.unit_tiles;
+        if (s.is_whole) {
+            segment.first = 0, segment.end = s.tiles;
+        } else {
+            const uint32_t before = work * s.tiles;
+            segment.first = max(begin, before) - before;
+            segment.end = min(end - before, s.tiles);
+        }
         segment.kind = segment.end == s.tiles ? ENDS : GOES_ON;
         segment.is_whole = segment.first == 0 && segment.end == s.tiles;
         const uint32_t head_of_keys = work / s.row_tiles;
@@ -445,10 +469,9 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
                                            : (row_max[r] + lg2_approx_ftz(row_sum[r])) * LN_2;
             } else {
 #pragma unroll
-                for (int n = 0; n < DIM / 8; ++n)
-                    *reinterpret_cast<uint64_t*>(&part.o[local][8 * n + 2 * (lane % 4)]) =
-                        uint64_t(uint32_t(__float_as_int(o_acc[n][2 * r + 1]))) << 32 |
-                        uint32_t(__float_as_int(o_acc[n][2 * r]));
+                for (int n = 0; n < HEAD_DIM / 8; ++n)
+                    *reinterpret_cast<float2*>(&part.o[local][8 * n + 2 * (lane % 4)]) =
+                        float2{o_acc[n][2 * r], o_acc[n][2 * r + 1]};
                 if (lane % 4 == 0)
                     part.row_max[local] = row_max[r], part.row_sum[local] = row_sum[r];
             }
@@ -503,8 +526,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32_t head_of_keys,
                       int row, int d, int lanes, bool is_there) {
     const uint32_t work = head_of_keys * schedule.row_tiles + row / schedule.tile_rows;
-    const uint32_t first_block = schedule.block_of(work * schedule.tiles);
-    const uint32_t last_block = schedule.block_of((work + 1) * schedule.tiles - 1);
+    const uint32_t first_block = schedule.first_block(work);
+    const uint32_t last_block = schedule.last_block(work);
     const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
     const int local = row % BLOCK_M, warpgroup = row % schedule.tile_rows / BLOCK_M;
     const int lane = threadIdx.x % lanes;
@@ -570,11 +593,13 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS, MERGE_BLOCKS)
     attention_merge(const __grid_constant__ AttentionParams p) {
     griddepcontrol_wait();  // the parts are there
     const Schedule schedule(p, static_cast<const Parts*>(p.workspace[0])->grid);
-    if (schedule.unit_tiles == schedule.tiles) return;  // there are no parts
+    if (schedule.is_whole) return;  // there are no parts
     const uint32_t num_rows = schedule.works / schedule.row_tiles * schedule.rows;
     const uint32_t chunks = num_rows * MERGE_CHUNKS, threads = gridDim.x * MERGE_THREADS;
     // So many lanes that each loads all of its parts at once, unless there are not so many threads.
-    const uint32_t parts = min(schedule.tiles, schedule.blocks / schedule.works + 2);
+    const uint32_t parts = schedule.parts > 0
+                               ? schedule.parts
+                               : min(schedule.tiles, schedule.blocks / schedule.works + 2);
     uint32_t lanes = 1;
     while (lanes < 32 && MERGED_AT_ONCE * lanes < parts && 2 * lanes * chunks <= threads)
         lanes *= 2;

@@ -42,7 +42,7 @@ using Tile = Element[PANELS][ROWS][PANEL];
 
 // What a warpgroup has found in a block's keys of a work tile: O = sum P V, m and l, P = 2^(S - m).
 struct alignas(128) Part {
-    float o[BLOCK_M][DIM];
+    float o[BLOCK_M][HEAD_DIM];
     float row_max[BLOCK_M], row_sum[BLOCK_M];
 };
 // A block leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
@@ -109,7 +109,8 @@ __constant__ LaunchDescriptor launch_descriptor = {
     .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
 };
 __constant__ int32_t kernels_start_early = 1;
-__constant__ int32_t l2_fetch_bytes = 128;  // at twice that, K and V arrive more slowly
+// Half a row is a panel's: the other half is fetched with it, where the two are 256 bytes.
+__constant__ int32_t l2_fetch_bytes = HEAD_DIM % (2 * PANEL) == 0 ? 256 : 128;
 }
 
 // The window of a query: with a causal mask it has no key after its own.
@@ -276,8 +277,8 @@ __device__ void load_kv(const LengthsParams& p, SharedMemory& smem) {
     Split split = {.rows = 0, .blocks = int(gridDim.x)};
     Sequence own;                        // the lane's
     uint32_t own_units = 0, behind = 0;  // and the units up to its end
-    int start = -32, i = 0,
-        number = 0;  // lane 0's sequence; numbers of the segment and of the tile
+    int start = -32;                     // lane 0's sequence
+    int i = 0, number = 0;               // numbers of the segment and of the tile
 #pragma unroll 1
     while (unit < end) {
         // So many of the sequences end before the unit.
@@ -546,10 +547,9 @@ __device__ void compute(const LengthsParams& p, SharedMemory& smem) {
                                            : (row_max[r] + lg2_approx_ftz(row_sum[r])) * LN_2;
             } else {
 #pragma unroll
-                for (int n = 0; n < DIM / 8; ++n)
-                    *reinterpret_cast<uint64_t*>(&part.o[local][8 * n + 2 * (lane % 4)]) =
-                        uint64_t(uint32_t(__float_as_int(o_acc[n][2 * r + 1]))) << 32 |
-                        uint32_t(__float_as_int(o_acc[n][2 * r]));
+                for (int n = 0; n < HEAD_DIM / 8; ++n)
+                    *reinterpret_cast<float2*>(&part.o[local][8 * n + 2 * (lane % 4)]) =
+                        float2{o_acc[n][2 * r], o_acc[n][2 * r + 1]};
                 if (lane % 4 == 0)
                     part.row_max[local] = row_max[r], part.row_sum[local] = row_sum[r];
             }

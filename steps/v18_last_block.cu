@@ -2,7 +2,7 @@
 // taken: only for few rows; more take one block longer than v13's second kernel takes
 // change: there is no second kernel. The block that has the last keys of a work tile waits for the
 //     other blocks' parts of it, and merges them. A work tile has 32 rows, 8 of each warp, which leaves
-//     half of a product alone; whole work tiles are dealt out in turn; and there are fewer stages
+//     half of a product alone; and there are fewer stages
 // why: of the 12 to 60 us that v13 takes for a query of each head on 1024 keys, its second kernel is
 //     4.5 where keys are split, and 2.3 where nothing is to be merged. Predicted: half of the one, and
 //     none of the other
@@ -35,7 +35,7 @@ using Tile = Element[PANELS][ROWS][PANEL];
 
 // What a block has found in its keys of a work tile: O = sum P V, m and l, P = 2^(S - m).
 struct alignas(128) Part {
-    float o[TILE_ROWS][DIM];
+    float o[TILE_ROWS][HEAD_DIM];
     float row_max[TILE_ROWS], row_sum[TILE_ROWS];
     Signal ready;  // for who merges it, if that is another block
 };
@@ -94,6 +94,7 @@ struct Schedule {
     uint32_t works;          // work tiles
     uint32_t blocks;         // that have a share
     bool is_whole;           // a share is of whole work tiles
+    uint32_t parts;          // or one of so many equal ones of a work tile, if that is not 0
     uint32_t share, longer;  // or else of so many tiles of keys; of the first blocks one more
 
     __device__ Schedule(const AttentionParams& params, int grid)
@@ -106,21 +107,30 @@ struct Schedule {
           blocks(min(grid, MAX_BLOCKS)) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
         // of each, where that keeps nine tenths of the blocks busy.
-        const uint32_t idle = ((works - 1) / blocks + 1) * blocks - works, parts = blocks / works;
+        const uint32_t idle = ((works - 1) / blocks + 1) * blocks - works;
         const bool is_even = works >= blocks && works >= 9 * idle;
         is_whole = is_even || uint64_t(works) * tiles > UINT32_MAX;
         if (is_whole) return;
-        if (10 * works * parts >= 9 * blocks) blocks = works * parts;
-        blocks = min(blocks, works * tiles);
+        parts = blocks / works;
+        if (10 * works * parts < 9 * blocks) parts = 0;
+        if (parts > 0) {
+            parts = min(parts, tiles);
+            is_whole = parts == 1;
+            blocks = works * parts;
+            return;
+        }
         share = works * tiles / blocks;
         longer = works * tiles - share * blocks;
     }
 
     // Where a block's share begins, and that of the block before ends.
-    __device__ uint32_t cut(uint32_t block) const { return share * block + min(block, longer); }
-    // Whose share has the tile.
-    __device__ uint32_t block_of(uint32_t tile) const {
-        const uint32_t first = cut(longer);
+    __device__ uint32_t cut(uint32_t block) const {
+        return parts > 0 ? block * tiles / parts : share * block + min(block, longer);
+    }
+    // Who has the first tile of a work tile.
+    __device__ uint32_t first_block(uint32_t work) const {
+        if (parts > 0) return work * parts;
+        const uint32_t tile = work * tiles, first = cut(longer);
         return tile < first ? tile / (share + 1) : longer + (tile - first) / share;
     }
 
@@ -410,10 +420,9 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
                     row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
         } else if (is_there) {
 #pragma unroll
-            for (int n = 0; n < DIM / 8; ++n)
-                *reinterpret_cast<uint64_t*>(&part.o[local][8 * n + 2 * (lane % 4)]) =
-                    uint64_t(uint32_t(__float_as_int(o_acc[n][1]))) << 32 |
-                    uint32_t(__float_as_int(o_acc[n][0]));
+            for (int n = 0; n < HEAD_DIM / 8; ++n)
+                *reinterpret_cast<float2*>(&part.o[local][8 * n + 2 * (lane % 4)]) =
+                    float2{o_acc[n][0], o_acc[n][1]};
             if (lane % 4 == 0) part.row_max[local] = row_max, part.row_sum[local] = row_sum;
         }
         if (segment.kind == GOES_ON) {
@@ -494,7 +503,7 @@ __device__ void merge_chunk(const AttentionParams& p, const Schedule& schedule,
 __device__ void merge(const AttentionParams& p, const Share& share) {
     const Schedule& schedule = share.schedule;
     const Segment segment = share.at(0);
-    const uint32_t first_block = schedule.block_of(share.first_work * schedule.tiles);
+    const uint32_t first_block = schedule.first_block(share.first_work);
     if (threadIdx.x / 32 == PRODUCER_WARP + 1) {
         Parts* const parts = static_cast<Parts*>(p.workspace[0]);
         const uint32_t lane = threadIdx.x % 32;
@@ -511,7 +520,7 @@ __device__ void merge(const AttentionParams& p, const Share& share) {
         lanes *= 2;
     for (uint32_t warp = threadIdx.x / 32; 32 * warp < chunks * lanes; warp += NUM_THREADS / 32) {
         const uint32_t chunk = (32 * warp + threadIdx.x % 32) / lanes;
-        merge_chunk(p, schedule, segment, first_block, min(chunk / MERGE_CHUNKS, rows - 1),
+        merge_chunk(p, schedule, segment, first_block, chunk / MERGE_CHUNKS,
                     chunk % MERGE_CHUNKS * 4, lanes, chunk < chunks);
     }
 }

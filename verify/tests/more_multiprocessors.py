@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -88,6 +89,27 @@ def ask_schedule(schedule: Step, sizes: Sizes, scenario: int, width: int) -> lis
         schedule, q, q, q, torch.zeros_like(q), lse, causal=sizes.causal, softmax_scale=scenario
     )
     return lse.view(sizes.blocks, width).int().tolist()
+
+
+def segments(works: int, tiles: int, blocks: int) -> list[tuple[int, int, int, int]]:
+    """How v13 and v18 share out the tiles of keys of so many work tiles: (block, work tile, first
+    tile, end) of each segment, in order.
+    """
+    if blocks % works == 0:
+        # As many parts of each, which have as many tiles, or one more.
+        parts = blocks // works
+        cuts = [work * tiles + n * tiles // parts for work in range(works) for n in range(parts)]
+        cuts.append(works * tiles)
+    else:
+        # The first blocks have as many tiles as the others, or one more.
+        share, longer = divmod(works * tiles, blocks)
+        cuts = [share * block + min(block, longer) for block in range(blocks + 1)]
+    found = []
+    for block, (begin, end) in enumerate(pairwise(cuts)):
+        for work in range(begin // tiles, (end - 1) // tiles + 1):
+            before = work * tiles
+            found.append((block, work, max(begin - before, 0), min(end - before, tiles)))
+    return found
 
 
 def choose(metafunc: pytest.Metafunc, mutants: Sequence[Path], calls: Mapping[str, Call]) -> None:

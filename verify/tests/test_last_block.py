@@ -8,7 +8,7 @@ mutants that only these reject: verify/mutants/last_block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,6 +29,7 @@ from verify.tests.more_multiprocessors import (
     check_call,
     check_rejected,
     choose,
+    segments,
     write_schedule,
 )
 
@@ -102,17 +103,30 @@ SHARING = [
     (Sizes(132, 64, 40, 40), 120),
     (Sizes(132, 64, 41, 41), 123),
     (Sizes(132, 64, 39, 39), 132),  # 117
-    (Sizes(132, 64, 128, 128), 128),
+    (Sizes(132, 64, 128, 128), None),
     (Sizes(132, 64, 118, 118), 132),
     (Sizes(10, 9, 3, 3), 9),
-    (Sizes(10, 9, 9, 9), 9),
+    (Sizes(10, 9, 9, 9), None),
     (Sizes(20, 9, 8, 8), 20),
     (Sizes(20, 9, 9, 9), 18),
     (Sizes(37, 9, 4, 4), 36),
-    (Sizes(132, 64), 132),
+    # Of lengths that are no multiple of the parts.
+    (Sizes(132, 63, 8, 8), 128),
+    (Sizes(132, 17, 8, 8), 128),
+    (Sizes(132, 31, 32, 8), 128),
+    (Sizes(132, 133), 132),
+    (Sizes(132, 5, 64, 64), 128),
+    (Sizes(10, 10, 3, 3), 9),
+    (Sizes(20, 7, 9, 9), 18),
+    (Sizes(144, MOST_TILES), 144),
     # No more than there are tiles.
     (Sizes(132, 3), 3),
+    (Sizes(132, 64), 64),
     (Sizes(20, 4, 3, 3), 12),
+    (Sizes(132, 3, 39, 39), 117),  # as many parts are too few, and all that there are
+    (Sizes(132, 4, 39, 39), 132),
+    (Sizes(132, 1, 100, 100), 100),
+    (Sizes(132, 2, 100, 100), 132),
     # There is room for the parts of no more.
     (Sizes(144, 1000), 144),
     (Sizes(150, 1000), 144),
@@ -150,8 +164,8 @@ SCHEDULE = f"""
     const Share share(schedule, block);
     float* to = p.lse + {WIDTH} * block;
     *to++ = share.count, *to++ = schedule.is_whole, *to++ = share.has_parts_to_merge();
-    *to++ = share.has_parts_to_merge() ? schedule.block_of(share.first_work * schedule.tiles) : 0;
-    for (uint32_t i = 0; i < share.count; ++i) {{
+    *to++ = share.has_parts_to_merge() ? schedule.first_block(share.first_work) : 0;
+    for (uint32_t i = 0; i < share.count && i < {MOST_SEGMENTS}; ++i) {{
         const Segment segment = share.at(i);
         *to++ = segment.batch, *to++ = segment.kv_head, *to++ = segment.first_row;
         *to++ = segment.first, *to++ = segment.end;
@@ -204,6 +218,7 @@ def check_shares(schedule: Step, sizes: Sizes, num_blocks: int | None) -> None:
         own = []
         for n in range(count):
             *place, first, end, goes_on, whole = numbers[7 * n : 7 * n + 7]
+            assert tuple(place) in work_tiles
             own.append(Segment(block, work_tiles.index(tuple(place)), first, end, goes_on, whole))
         shares.append(own)
         if has_parts:
@@ -222,17 +237,10 @@ def check_shares(schedule: Step, sizes: Sizes, num_blocks: int | None) -> None:
                 assert (segment.goes_on, segment.is_whole) == (False, True)
         return
 
-    # The first blocks have as many tiles as the others, or one more.
-    total = len(work_tiles) * sizes.tiles
-    share, longer = divmod(total, num_blocks)
-    cuts = [share * block + min(block, longer) for block in range(num_blocks + 1)]
-    expected = []
-    for block, (begin, end) in enumerate(pairwise(cuts)):
-        for work in range(begin // sizes.tiles, (end - 1) // sizes.tiles + 1):
-            before = work * sizes.tiles
-            expected.append((block, work, max(begin - before, 0), min(end - before, sizes.tiles)))
-    segments = [segment for own in shares for segment in own]
-    for segment, (block, work, first, end) in zip(segments, expected, strict=True):
+    expected = segments(len(work_tiles), sizes.tiles, num_blocks)
+    found = [segment for own in shares for segment in own]
+    assert len(found) == len(expected)
+    for segment, (block, work, first, end) in zip(found, expected, strict=True):
         assert (segment.block, segment.work, segment.first) == (block, work, first)
         assert segment.end == min(end, sizes.visible_tiles(work_tiles[work][2]))
         assert segment.goes_on == (end < sizes.tiles)
@@ -277,9 +285,14 @@ CALLS = {
             ),
             37,
         ),
-        # 21 parts of 3 work tiles, not as many of each: most blocks go on, or merge, or both.
-        Call(Case("unequal", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 20),
-        Call(Case("unequal_heads", Shape(2, 4, 2, 40, 700, 64), FP16), 25),
+        # 6 parts each of 3 work tiles, all but one of two tiles.
+        Call(Case("uneven", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 20),
+        Call(Case("uneven_heads", Shape(2, 4, 2, 40, 650, 256), FP16), 50),
+        # As many parts of a work tile as there are tiles, and blocks that have none.
+        Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 11),
+        # 16 parts of 3 work tiles, not as many of each: most blocks go on, or merge, or both.
+        Call(Case("unequal", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 14),
+        Call(Case("unequal_heads", Shape(2, 4, 2, 40, 700, 64), FP16), 17),
         # The first rows see no key, and the next ones not those of the last parts.
         Call(Case("hidden_parts", Shape(1, 1, 1, 300, 280, 64), BF16, causal=True), 30),
     )

@@ -1,108 +1,260 @@
-"""v13 shares the keys of few queries out among blocks: which are whose, and what comes of it."""
+"""v13 shares the keys of few queries out among blocks: which are whose, and what comes of it.
+
+On the checker's few multiprocessors a work tile has few parts. Calls with many are here, with the
+mutants that only these reject: verify/mutants/split_keys.
+"""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 from common.catalog import find_step
+from common.paths import ROOT
 from common.problem import Shape
-from common.runtime.cpu import CpuBackend
-from verify.accuracy import compare, expect
+from common.step import Step
 from verify.case import Case
-from verify.check import launch
-from verify.tests import small_kernels
-from verify.tests.more_multiprocessors import write_beside
+from verify.inputs import walks
+from verify.layouts import packed, padded, transposed
+from verify.tests.more_multiprocessors import (
+    Call,
+    ask_schedule,
+    check_applies,
+    check_call,
+    check_rejected,
+    choose,
+    segments,
+    write_schedule,
+)
 
 STEP = find_step("v13")
+BF16, FP16 = torch.bfloat16, torch.float16
 
 # ---- which tiles are whose
 
+BLOCK_N = 128  # of a head_dim of 8
+MAX_BLOCKS = 144
+MOST_TILES = 2**24 - 1  # of a seq_k of 32 bits
 
-# A block a query; the scenario is 2048 works + tiles of each. Of each segment: the work tile, its
-# tiles, and the first and the last block that have some of these tiles' work tile.
-SCHEDULE = """
-    if (t > 0) return;
-    AttentionParams shape = p;
-    shape.batch = shape.seq_q = 1;
-    shape.heads = shape.kv_heads = int(p.softmax_scale) / 2048;
-    shape.seq_k = int(p.softmax_scale) % 2048 * BLOCK_N;
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a query of each head, which has keys of its own."""
+
+    blocks: int
+    heads: int  # or work tiles
+    tiles: int  # of keys
+    batch: int = 1
+    seq_q: int = 1
+    causal: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def seq_k(self) -> int:
+        return self.tiles * BLOCK_N
+
+    def __str__(self) -> str:
+        return f"{self.blocks}_blocks_{self.heads}x{self.tiles}_tiles"
+
+
+# Sizes, and how many blocks share the tiles out; or None where whole work tiles are dealt out, as
+# these have work for nine tenths of the blocks of all rounds.
+SHARING = [
+    (Sizes(132, 132, 64), None),
+    (Sizes(132, 140, 64), 132),  # 124 of 264 would be idle; 7 cuts lie between work tiles
+    (Sizes(132, 140, 1), 132),
+    (Sizes(132, 237, 64), 132),
+    (Sizes(132, 238, 64), None),  # 26 of 264 are
+    (Sizes(132, 512, 8), None),  # in 4 rounds of which the last is not full
+    (Sizes(10, 17, 64), 10),
+    (Sizes(10, 18, 64), None),
+    (Sizes(2, 3, 5), 2),
+    (Sizes(2, 9, 11), None),
+    (Sizes(1, 7, 3), None),
+    (Sizes(1, 1, 1), None),
+    # As many parts of each, which are nine tenths of the blocks.
+    (Sizes(132, 8, 64), 128),
+    (Sizes(132, 64, 64), 128),
+    (Sizes(132, 128, 64), None),
+    (Sizes(132, 118, 64), 132),
+    (Sizes(132, 100, 64), 132),  # 32 blocks would be idle
+    (Sizes(132, 40, 64), 120),
+    (Sizes(132, 39, 64), 132),  # 117
+    (Sizes(10, 9, 9), None),
+    (Sizes(20, 8, 9), 20),
+    (Sizes(20, 9, 9), 18),
+    # Of lengths that are no multiple of the parts.
+    (Sizes(132, 8, 63), 128),
+    (Sizes(132, 8, 17), 128),
+    (Sizes(132, 64, 5), 128),
+    (Sizes(132, 1, 133), 132),
+    (Sizes(10, 3, 10), 9),
+    (Sizes(20, 9, 7), 18),
+    (Sizes(144, 1, MOST_TILES), 144),
+    # No more than there are tiles.
+    (Sizes(132, 8, 3), 24),
+    (Sizes(132, 1, 1), None),
+    (Sizes(132, 100, 1), 100),
+    (Sizes(132, 100, 2), 132),
+    (Sizes(132, 39, 3), 117),  # as many parts are too few, and all that there are
+    (Sizes(132, 39, 4), 132),
+    # There is room for the parts of no more.
+    (Sizes(144, 1, 1000), 144),
+    (Sizes(150, 1, 1000), 144),
+    (Sizes(150, 72, 1000), 144),
+    (Sizes(150, 144, 9), None),
+    (Sizes(150, 150, 9), 144),
+    # More tiles than 32 bits can count, and all that they can.
+    (Sizes(150, 256, MOST_TILES), 144),
+    (Sizes(150, 289, MOST_TILES), None),
+]
+CALLED = [sizes for sizes, _ in SHARING]
+
+# Each block leaves how many segments it has, and whether whole work tiles are dealt out; and of
+# each segment the work tile, its tiles, whether it goes on and is whole, and, if it is not, the
+# first and the last block that have some of the work tile.
+MOST_SEGMENTS = 20
+WIDTH = 2 + 7 * MOST_SEGMENTS
+SCHEDULE = f"""
     const Schedule schedule(shape, gridDim.x);
     const Share share(schedule, block);
-    float* to = p.lse + 64 * block;
-    *to++ = share.count;
-    for (int i = 0; i < share.count; ++i) {
+    float* to = p.lse + {WIDTH} * block;
+    *to++ = share.count, *to++ = schedule.is_whole;
+    for (int i = 0; i < share.count && i < {MOST_SEGMENTS}; ++i) {{
         const Segment segment = share.at(i);
-        const uint32_t units = schedule.work_units, before = segment.kv_head * units;
-        *to++ = segment.kv_head, *to++ = segment.first, *to++ = segment.end;
-        *to++ = schedule.block_of(before), *to++ = schedule.block_of(before + units - 1);
-    }
+        const uint32_t work = segment.kv_head;
+        *to++ = work, *to++ = segment.first, *to++ = segment.end;
+        *to++ = segment.kind == GOES_ON, *to++ = segment.is_whole;
+        *to++ = segment.is_whole ? block : schedule.first_block(work);
+        *to++ = segment.is_whole ? block : schedule.last_block(work);
+    }}
 """
 
 
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory):
-    return write_beside(tmp_path_factory.mktemp("schedule"), STEP, "schedule", SCHEDULE)
+    return write_schedule(tmp_path_factory.mktemp("schedule"), STEP, SCHEDULE, CALLED)
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "num_works", "num_tiles", "cut_works"),
-    [
-        (132, 8, 64, 8),  # 16 parts of each
-        (132, 8, 3, 8),  # fewer tiles than blocks
-        (132, 1, 1, 0),
-        (132, 64, 64, 64),  # 2 parts of each, on 128 blocks
-        (132, 128, 64, 0),  # whole, on 128 blocks
-        (132, 512, 8, 0),  # whole, in 4 rounds of which the last is not full
-        (132, 100, 64, 100),  # in equal shares: of one part of each, 32 blocks would be idle
-        (132, 140, 64, 124),  # likewise in two rounds; 7 cuts lie between work tiles
-        (132, 140, 1, 0),
-        (2, 3, 5, 1),
-        (1, 7, 3, 0),
-        (144, 1, 1000, 1),
-        (150, 1, 1000, 1),  # more blocks than have a share
-    ],
-)
-def test_shares_have_each_tile_once(schedule, num_blocks, num_works, num_tiles, cut_works):
-    q = torch.zeros(1, 1, num_blocks, 8, dtype=torch.float16)
-    scenario = 2048 * num_works + num_tiles
-    _, lse = small_kernels.run(
-        schedule, CpuBackend(), q, num_lse=64 * num_blocks, scenario=scenario
+@pytest.mark.parametrize(("sizes", "num_blocks"), SHARING, ids=str)
+def test_shares(schedule, sizes, num_blocks):
+    check_shares(schedule, sizes, num_blocks)
+
+
+def check_schedule(step: Step) -> None:
+    with TemporaryDirectory() as folder:
+        schedule = write_schedule(Path(folder), step, SCHEDULE, CALLED)
+        for sizes, num_blocks in SHARING:
+            check_shares(schedule, sizes, num_blocks)
+
+
+def check_shares(schedule: Step, sizes: Sizes, num_blocks: int | None) -> None:
+    works, tiles = sizes.heads, sizes.tiles
+    found = []
+    for block, (count, is_whole, *numbers) in enumerate(
+        ask_schedule(schedule, sizes, CALLED.index(sizes), WIDTH)
+    ):
+        assert bool(is_whole) == (num_blocks is None)
+        assert count <= MOST_SEGMENTS
+        found += [(block, *numbers[7 * n : 7 * n + 7]) for n in range(count)]
+
+    if num_blocks is None:
+        # In turn.
+        blocks = min(sizes.blocks, MAX_BLOCKS)
+        in_turn = [(block, work) for block in range(blocks) for work in range(block, works, blocks)]
+        assert found == [
+            (block, work, 0, tiles, False, True, block, block) for block, work in in_turn
+        ]
+        return
+    expected = segments(works, tiles, num_blocks)
+    blocks_of = {
+        work: [block for block, *_ in of] for work, of in groupby(expected, lambda part: part[1])
+    }
+    assert len(found) == len(expected)
+    for segment, (block, work, first, end) in zip(found, expected, strict=True):
+        kind = (end < tiles, end - first == tiles)
+        assert segment == (block, work, first, end, *kind, blocks_of[work][0], blocks_of[work][-1])
+
+
+@pytest.mark.parametrize(("works", "tiles", "parts"), [(8, 63, 16), (1, 133, 132), (9, 7, 2)])
+def test_parts_of_a_work_tile(works, tiles, parts):
+    """What v13 and v18 are compared with."""
+    found = segments(works, tiles, works * parts)
+    assert [block for block, *_ in found] == list(range(works * parts))  # none has two
+    assert [(work, tile) for _, work, first, end in found for tile in range(first, end)] == [
+        (work, tile) for work in range(works) for tile in range(tiles)
+    ]
+    assert {end - first for _, _, first, end in found} == {tiles // parts, tiles // parts + 1}
+
+
+# ---- what comes of them
+
+
+CALLS = {
+    call.case.name: call
+    for call in (
+        # 40 parts of two rows, by 16 lanes of the merge.
+        Call(Case("sixteen_lanes", Shape(1, 2, 1, 1, 5000, 64), BF16), 40),
+        # 20 each of 2 work tiles, by 4 lanes, twice.
+        Call(Case("four_lanes", Shape(1, 2, 2, 3, 1500, 136), BF16, causal=True), 40),
+        # Two warpgroups, the second with 8 rows; by 2.
+        Call(Case("two_lanes", Shape(1, 9, 1, 8, 700, 40), BF16), 40),
+        # As many parts as there is room for, on more multiprocessors.
+        Call(Case("most_parts", Shape(1, 1, 1, 2, 18500, 8), BF16), 150),
+        # Whole work tiles on these, in two rounds.
+        Call(Case("most_blocks", Shape(1, 288, 288, 1, 100, 8), BF16), 150),
+        # 9 parts each of 4 work tiles, of key heads and batches; one block has none.
+        Call(
+            Case(
+                "groups",
+                Shape(2, 6, 2, 10, 1100, 64),
+                BF16,
+                layouts=(transposed, padded, packed, padded),
+            ),
+            37,
+        ),
+        # 6 parts each of 3 work tiles, all but one of two tiles.
+        Call(Case("uneven", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 20),
+        # 6 parts each of 4 work tiles, of one tile or two; a work tile has two warpgroups.
+        Call(Case("uneven_256", Shape(2, 2, 1, 70, 650, 256), FP16), 25),
+        # As many parts of a work tile as there are tiles, and blocks that have none.
+        Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 11),
+        # 16 parts of 3 work tiles, not as many of each.
+        Call(Case("unequal", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 14),
     )
-    tiles: list[tuple[int, int]] = []
-    blocks_of: dict[int, list[int]] = {}
-    told: dict[int, set[tuple[int, int]]] = {}
-    for block, (count, *numbers) in enumerate(lse.view(-1, 64).int().tolist()):
-        for n in range(count):
-            work, first, end, *blocks = numbers[5 * n : 5 * n + 5]
-            tiles += [(work, tile) for tile in range(first, end)]
-            blocks_of.setdefault(work, []).append(block)
-            told.setdefault(work, set()).add(tuple(blocks))
-    assert tiles == [(work, tile) for work in range(num_works) for tile in range(num_tiles)]
-    for work, blocks in blocks_of.items():
-        assert told[work] == {(blocks[0], blocks[-1])}
-        assert all(after == before + 1 for before, after in pairwise(blocks))
-    assert sum(len(blocks) > 1 for blocks in blocks_of.values()) == cut_works
+}
 
 
-# ---- what comes of it
+def test_call(name):
+    result = check_call(STEP, CALLS[name])
+    assert result.passed, str(result)
 
 
-@pytest.mark.parametrize(
-    ("shape", "causal"),
-    [
-        (Shape(1, 2, 1, 1, 5000, 64), False),  # 40 parts of two rows, by 16 lanes
-        (Shape(1, 2, 2, 3, 1500, 136), True),  # 16 and 24, by 4 lanes, twice
-        (Shape(1, 9, 1, 8, 700, 40), True),  # two warpgroups, the second with 8 rows; by 2
-    ],
-)
-def test_many_parts(shape, causal):
-    """More blocks than the checker's grids have."""
-    backend = CpuBackend()
-    backend.multiprocessors = 40
-    case = Case("many_parts", shape, torch.bfloat16, causal)
-    inputs = case.make("cpu")
-    outputs, errors = launch(STEP, case, backend, inputs)
-    assert [*errors, *compare(case, expect(case, *inputs), outputs)[1]] == []
+# ---- with one thing wrong
+
+
+# Their cases are the calls above, and the test of all shares.
+TESTS = {"schedule": check_schedule}
+MUTANTS = sorted((ROOT / "verify" / "mutants" / "split_keys").glob("*.patch"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function in (test_call, test_rejected):
+        choose(metafunc, MUTANTS, CALLS)
+
+
+def test_every_patch_applies():
+    for path in MUTANTS:
+        check_applies(path, CALLS, TESTS)
+
+
+def test_rejected(path, monkeypatch):
+    check_rejected(path, CALLS, TESTS, monkeypatch)
