@@ -43,6 +43,7 @@ def params_type(operation: Operation) -> type[ctypes.Structure]:
 
 PADDED_Q, MOST_TILE_ROWS = len(SIZES), 128  # as in lengths.h
 COLUMNS = len(SIZES) + 1  # as in slices.cuh
+GROUP_ROWS = len(SIZES) + 2  # as in cluster_parts.cuh
 
 
 class LengthsParams(ctypes.Structure):
@@ -178,7 +179,7 @@ def read_plan(
 
     Raises UsageError for an invalid descriptor.
     """
-    known = [*range(len(SIZES)), *[PADDED_Q] * takes_lengths, COLUMNS]
+    known = [*range(len(SIZES)), *[PADDED_Q] * takes_lengths, COLUMNS, GROUP_ROWS]
     alignment = descriptor.alignment
     if not descriptor.kernels[0].name or alignment < 1 or alignment & (alignment - 1):
         raise UsageError(
@@ -215,14 +216,15 @@ def read_plan(
 
 
 def sizes_of(tensors: Sequence, lengths: Lengths | None = None) -> tuple[int, ...]:
-    """The sizes of a call in the order of SIZES, from its q and k; PADDED_Q, 0 without lengths; and
-    COLUMNS, from its q and v.
+    """The sizes of a call in the order of SIZES, from its q and k; PADDED_Q, 0 without lengths;
+    COLUMNS, from its q and v; and GROUP_ROWS.
     """
     batch, heads, seq_q, head_dim = tensors[0].shape
     _, kv_heads, seq_k, _ = tensors[1].shape
     padded = padded_queries(batch, seq_q, lengths.num_sequences(batch)) if lengths else 0
     columns = max(head_dim, tensors[2].shape[3])
-    return batch, heads, kv_heads, seq_q, seq_k, padded, columns
+    group_rows = heads // kv_heads * seq_q
+    return batch, heads, kv_heads, seq_q, seq_k, padded, columns, group_rows
 
 
 def lengths_of(step: Step, given: Lengths | None) -> Lengths | None:

@@ -19,6 +19,7 @@ constexpr int UNFIT = -1;
 enum Size { BATCH, HEADS, KV_HEADS, SEQ_Q, SEQ_K, NUM_SIZES };  // as in launch.h
 constexpr int PADDED_Q = NUM_SIZES, MOST_TILE_ROWS = 128;       // as in lengths.h
 constexpr int COLUMNS = PADDED_Q + 1;                           // as in slices.cuh
+constexpr int GROUP_ROWS = COLUMNS + 1;                         // as in cluster_parts.cuh
 
 // As cuTensorMapEncodeTiled: a map of `rank` axes, the innermost one first. Strides are in bytes, and
 // the innermost axis has none.
@@ -130,7 +131,7 @@ int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, cons
          const Lengths* lengths, unsigned char* params, int64_t* blocks) {
     const Tensor &q = tensors[0], &k = tensors[1];
     const int64_t given[NUM_SIZES] = {q.sizes[0], q.sizes[1], k.sizes[1], q.sizes[2], k.sizes[2]};
-    int32_t sizes[COLUMNS + 1] = {};
+    int32_t sizes[GROUP_ROWS + 1] = {};
     for (int i = 0; i < NUM_SIZES; ++i) sizes[i] = given[i] <= INT32_MAX ? int32_t(given[i]) : 0;
     if (!are_valid(sizes)) return UNFIT;
     if (plan->lengths_at) {
@@ -140,6 +141,9 @@ int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, cons
         sizes[PADDED_Q] = int32_t(padded);
     }
     sizes[COLUMNS] = plan->columns;
+    const int64_t group_rows = int64_t{sizes[HEADS] / sizes[KV_HEADS]} * sizes[SEQ_Q];
+    if (group_rows > INT32_MAX) return UNFIT;
+    sizes[GROUP_ROWS] = int32_t(group_rows);
 
     int num_strided = 0;
     for (int i = 0; i < plan->operands; ++i) num_strided += plan->operand[i].strided;
