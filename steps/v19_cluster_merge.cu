@@ -5,9 +5,11 @@
 //     some of the columns. There is no workspace, no second kernel, and no loop over work tiles
 // why: v13's parts go through the L2, and its second kernel reads them back
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
-#include "cluster_parts.cuh"
+#include "cluster.cuh"
 #include "copy.cuh"
+#include "group_rows.cuh"
 #include "mma.cuh"
+#include "slices.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
@@ -49,20 +51,19 @@ struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 byt
     Part<MERGED> others[CLUSTER - 1];  // the columns of their parts that this block merges
     Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];  // the tile has arrived
     Mbarrier k_empty[NUM_STAGES], v_empty[NUM_STAGES];        // every warp has read it
-    Mbarrier others_full;
+    Mbarrier others_full;                                     // their columns are there
+    Mbarrier sent;                                            // this block's are with the others
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
 
 extern "C" {
 __constant__ LaunchDescriptor launch_descriptor = {
     .alignment = 16,
-    .kernels = {{.name = "attention_forward",
-                 .grid = {{COLUMNS, HEAD_DIM / CLUSTER},
-                          {GROUP_ROWS, BLOCK_M},
-                          {KV_HEADS, 1},
-                          {BATCH, 1}},
-                 .threads = NUM_THREADS,
-                 .smem_bytes = sizeof(SharedMemory)}},
+    .kernels =
+        {{.name = "attention_forward",
+          .grid = {{COLUMNS, HEAD_DIM / CLUSTER}, {GROUP_ROWS, BLOCK_M}, {KV_HEADS, 1}, {BATCH, 1}},
+          .threads = NUM_THREADS,
+          .smem_bytes = sizeof(SharedMemory)}},
     .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
     .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
 };
@@ -377,6 +378,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREA
         prefetch_tensormap(p.v_map);
         mbarrier_init(smem.q_full, Q_WARPS);
         mbarrier_init(smem.others_full, 1);
+        mbarrier_init(smem.sent, CLUSTER - 1);
 #pragma unroll
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             mbarrier_init(smem.k_full[stage], 1);
@@ -385,24 +387,26 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREA
             mbarrier_init(smem.v_empty[stage], 4);
         }
         fence_mbarrier_init();
-        mbarrier_arrive_expect_tx(
-            smem.others_full,
-            (CLUSTER - 1) * (32 * work.num_rows * merged_by(work.rank) +
-                             2 * BLOCK_M * int(sizeof(float))));
+        mbarrier_arrive_expect_tx(smem.others_full,
+                                  (CLUSTER - 1) * (32 * work.num_rows * merged_by(work.rank) +
+                                                   2 * BLOCK_M * int(sizeof(float))));
     }
-    __syncthreads();   // the mbarriers are initialized
-    cluster_arrive_relaxed();  // for the others, too
+    __syncthreads();  // the mbarriers are initialized
     if (warp > PRODUCER_WARP)
         load_q(work, smem);
     else if (threadIdx.x == 32 * PRODUCER_WARP)
         load_kv(work, smem);
-    else if (warp < PRODUCER_WARP)
-        compute(work, smem);
+    // It takes a while to arrive: the copies have been started.
+    cluster_arrive();
+    if (warp < PRODUCER_WARP) compute(work, smem);
     __syncthreads();  // the part is there
     cluster_wait();   // the mbarriers of all blocks are initialized
     if (warp == 0) send_part(work, smem);
     wait_for(smem.others_full, 0);
-    cluster_arrive_relaxed();
+    // A block may end when its part is with the others. (The cluster's barrier would say so, too, but
+    // each thread that arrives there waits for what it has stored.)
+    if (threadIdx.x < CLUSTER && threadIdx.x != work.rank)
+        mbarrier_arrive_cluster_relaxed(smem.sent, threadIdx.x);
     merge(work, smem);
-    cluster_wait();  // no block reaches into another one any more
+    if (warp == 0) wait_for(smem.sent, 0);
 }

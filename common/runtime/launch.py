@@ -43,7 +43,7 @@ def params_type(operation: Operation) -> type[ctypes.Structure]:
 
 PADDED_Q, MOST_TILE_ROWS = len(SIZES), 128  # as in lengths.h
 COLUMNS = len(SIZES) + 1  # as in slices.cuh
-GROUP_ROWS = len(SIZES) + 2  # as in cluster_parts.cuh
+GROUP_ROWS = len(SIZES) + 2  # as in group_rows.cuh
 
 
 class LengthsParams(ctypes.Structure):

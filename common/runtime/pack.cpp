@@ -19,7 +19,7 @@ constexpr int UNFIT = -1;
 enum Size { BATCH, HEADS, KV_HEADS, SEQ_Q, SEQ_K, NUM_SIZES };  // as in launch.h
 constexpr int PADDED_Q = NUM_SIZES, MOST_TILE_ROWS = 128;       // as in lengths.h
 constexpr int COLUMNS = PADDED_Q + 1;                           // as in slices.cuh
-constexpr int GROUP_ROWS = COLUMNS + 1;                         // as in cluster_parts.cuh
+constexpr int GROUP_ROWS = COLUMNS + 1;                         // as in group_rows.cuh
 
 // As cuTensorMapEncodeTiled: a map of `rank` axes, the innermost one first. Strides are in bytes, and
 // the innermost axis has none.
