@@ -1,9 +1,12 @@
 // v19 -- cluster merges: the blocks of a cluster share a work tile's keys, and send each other their parts
-// taken: only for few queries; more leave no SM idle that other keys of theirs could keep busy
-// change: from v13. A work tile is a cluster's: its keys are cut into as many shares as that has blocks.
-//     Each block sends what it has found, O, m and l, through shared memory to the others, and each merges
-//     some of the columns. There is no workspace, no second kernel, and no loop over work tiles
-// why: v13's parts go through the L2, and its second kernel reads them back
+// taken: only for few queries of few heads; where there are more, v13 and v18 leave no SM idle
+// change: from v13. Eight blocks of a cluster, or four or two of them, are a work tile's team, and each
+//     has an equal share of its keys. It sends what it has found, O, m and l, to the others through
+//     shared memory, and each merges some of the columns. A work tile has 64 rows instead of 128. There
+//     is no workspace, no second kernel, and no loop over work tiles
+// why: v13's parts go through the L2, its second kernel reads them back, and both wait for a kernel to
+//     start or to end. Predicted for 16 queries of 64 heads, 8 of them of keys, on 1024 keys at head_dim
+//     256: 13 to 15 us instead of 25
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "cluster.cuh"
 #include "copy.cuh"
@@ -14,7 +17,10 @@
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
 
-constexpr int CLUSTER = 8;        // blocks, each with a share of the keys
+constexpr int CLUSTER = 8;  // blocks
+// So many clusters run at once: an H100's SMs are in eight GPCs of up to 18, one of which has fewer
+// than 16, and a cluster is in one GPC.
+constexpr int CLUSTERS = 14;
 constexpr int NUM_THREADS = 256;  // a warpgroup computes; another one copies
 constexpr int PRODUCER_WARP = 4;  // starts the copies of K and V; the next ones copy Q
 constexpr int Q_WARPS = 3;
@@ -25,19 +31,21 @@ constexpr int PART_BARRIER = 1;                      // of the warpgroup that co
 constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
-// Eight columns of O are sent, and merged, together: by the block of rank `columns / MERGED`.
+// Eight columns of O are sent, and merged, together.
 constexpr int COLUMNS_OF_O = HEAD_DIM / 8;
-constexpr int MERGED = (COLUMNS_OF_O + CLUSTER - 1) / CLUSTER;
+constexpr int MERGED = (COLUMNS_OF_O + CLUSTER - 1) / CLUSTER;  // by a block of a whole cluster
 
 // Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
 
+struct alignas(16) RowState {
+    float max[BLOCK_M], sum[BLOCK_M];  // m and l
+};
 // What a block has found in its keys: O = sum P V, m and l, P = 2^(S - m).
-template <int COLUMNS>
-struct alignas(16) Part {
-    float o[COLUMNS][BLOCK_M][8];
-    float row_max[BLOCK_M], row_sum[BLOCK_M];
+struct Part {
+    float o[COLUMNS_OF_O][BLOCK_M][8];
+    RowState rows;
 };
 
 struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
@@ -46,9 +54,12 @@ struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 byt
         struct {
             Tile<BLOCK_N> k[NUM_STAGES], v[NUM_STAGES];
         };
-        Part<COLUMNS_OF_O> part;  // this block's, when it has read all K and V
+        Part part;  // this block's, when it has read all K and V
     };
-    Part<MERGED> others[CLUSTER - 1];  // the columns of their parts that this block merges
+    // Of the team's other parts the columns that this block merges. In a smaller team each block
+    // merges more columns, of fewer parts, and needs no more room.
+    float others_o[(CLUSTER - 1) * MERGED][BLOCK_M][8];
+    RowState others_rows[CLUSTER - 1];
     Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];  // the tile has arrived
     Mbarrier k_empty[NUM_STAGES], v_empty[NUM_STAGES];        // every warp has read it
     Mbarrier others_full;                                     // their columns are there
@@ -61,6 +72,7 @@ __constant__ LaunchDescriptor launch_descriptor = {
     .alignment = 16,
     .kernels =
         {{.name = "attention_forward",
+          // The first extent is CLUSTER: a whole cluster for each work tile.
           .grid = {{COLUMNS, HEAD_DIM / CLUSTER}, {GROUP_ROWS, BLOCK_M}, {KV_HEADS, 1}, {BATCH, 1}},
           .threads = NUM_THREADS,
           .smem_bytes = sizeof(SharedMemory)}},
@@ -71,27 +83,38 @@ __constant__ LaunchDescriptor launch_descriptor = {
 __constant__ int32_t l2_fetch_bytes = HEAD_DIM % (2 * PANEL) == 0 ? 256 : 128;
 }
 
-// A block's work: of up to BLOCK_M rows, which share a key head, the tiles of keys first ... end - 1.
-// Row n of a key head is query n / group of head n % group of its group.
+// Work tiles: each of up to BLOCK_M rows, which share a key head.
+__device__ int num_works() { return gridDim.x / CLUSTER; }
+
+// How many blocks have a work tile's keys: a cluster, or a half or a quarter of one where that lets more
+// work tiles, or all, run at once.
+__device__ int team_size() {
+    int team = CLUSTER;
+    while (team > 2 && num_works() * team > CLUSTERS * CLUSTER) team /= 2;
+    return team;
+}
+
+// A block's share of a work tile: the tiles of keys first ... end - 1. Row n of a key head is query
+// n / group of head n % group of its group.
 struct Work {
     const AttentionParams& p;
-    int group;  // heads of a key head
-    int rank;   // of the block in its cluster
+    int group;       // heads of a key head
+    int team, rank;  // blocks that share the work tile, and which of them this is
     int first_row, num_rows, kv_head, batch;
     int first, end;
 
     __device__ Work(const AttentionParams& params)
-        : p(params), group(p.heads / p.kv_heads), rank(cluster_rank()) {
+        : p(params), group(p.heads / p.kv_heads), team(team_size()), rank(cluster_rank() % team) {
         const int all_rows = group * p.seq_q, row_tiles = (all_rows - 1) / BLOCK_M + 1;
-        const int cluster = blockIdx.x / CLUSTER, head_of_keys = cluster / row_tiles;
-        first_row = cluster % row_tiles * BLOCK_M;
+        const int work = blockIdx.x / team, head_of_keys = work / row_tiles;
+        first_row = work % row_tiles * BLOCK_M;
         num_rows = min(BLOCK_M, all_rows - first_row);
         batch = head_of_keys / p.kv_heads;
         kv_head = head_of_keys % p.kv_heads;
         // Nothing is loaded that no row sees.
         const int64_t tiles = (visible_keys(num_rows - 1) + BLOCK_N - 1) / BLOCK_N;
-        first = rank * tiles / CLUSTER;
-        end = (rank + 1) * tiles / CLUSTER;
+        first = rank * tiles / team;
+        end = (rank + 1) * tiles / team;
     }
 
     // The keys that a row of the work tile sees. Causal: query i sees j <= i + seq_k - seq_q.
@@ -102,6 +125,14 @@ struct Work {
     // Its head and query.
     __device__ int head(int row) const { return kv_head * group + (first_row + row) % group; }
     __device__ int query(int row) const { return (first_row + row) / group; }
+
+    // The rank in the cluster of the team's block `to`.
+    __device__ int in_cluster(int to) const { return cluster_rank() - rank + to; }
+    // Each block merges so many of O's columns, in eights; the last ones merge what is left.
+    __device__ int merged() const { return (COLUMNS_OF_O + team - 1) / team; }
+    __device__ int merged_here() const {
+        return max(0, min(merged(), COLUMNS_OF_O - rank * merged()));
+    }
 };
 
 // Waits for the end of a phase. Phase -1 counts as ended: a new stage is empty.
@@ -308,54 +339,53 @@ __device__ void compute(const Work& work, SharedMemory& smem) {
         for (int n = 0; n < COLUMNS_OF_O; ++n)
             *reinterpret_cast<float2*>(&smem.part.o[n][row][2 * (lane % 4)]) =
                 float2{o_acc[n][2 * r], o_acc[n][2 * r + 1]};
-        if (lane % 4 == 0) smem.part.row_max[row] = row_max[r], smem.part.row_sum[row] = row_sum[r];
+        if (lane % 4 == 0)
+            smem.part.rows.max[row] = row_max[r], smem.part.rows.sum[row] = row_sum[r];
     }
     fence_proxy_async();  // by each writer
 }
 
-// How many of O's columns, in eights, the block of a rank merges.
-__device__ int merged_by(int rank) { return max(0, min(MERGED, COLUMNS_OF_O - rank * MERGED)); }
-
 // ---- send the others their columns of this block's part, with m and l. By a warp
 __device__ void send_part(const Work& work, SharedMemory& smem) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, merged = work.merged();
+    // Which of its others this block is to another one.
+    const auto number = [&](int to) { return (work.rank - to - 1 + work.team) % work.team; };
     for (int n = lane; n < COLUMNS_OF_O; n += 32) {
-        const int to = n / MERGED;
-        if (to == work.rank) continue;
-        Part<MERGED>& there = smem.others[(work.rank - to - 1 + CLUSTER) % CLUSTER];
-        cp_async_bulk_cluster(there.o[n % MERGED], smem.part.o[n], 32 * work.num_rows,
-                              smem.others_full, to);
+        const int to = n / merged;
+        if (to != work.rank)
+            cp_async_bulk_cluster(smem.others_o[number(to) * merged + n % merged], smem.part.o[n],
+                                  32 * work.num_rows, smem.others_full, work.in_cluster(to));
     }
-    if (lane < CLUSTER && lane != work.rank) {
-        Part<MERGED>& there = smem.others[(work.rank - lane - 1 + CLUSTER) % CLUSTER];
-        cp_async_bulk_cluster(there.row_max, smem.part.row_max, 2 * BLOCK_M * sizeof(float),
-                              smem.others_full, lane);
-    }
+    if (lane < work.team && lane != work.rank)
+        cp_async_bulk_cluster(&smem.others_rows[number(lane)], &smem.part.rows, sizeof(RowState),
+                              smem.others_full, work.in_cluster(lane));
 }
 
 // ---- o = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread has four
 // columns of a row at a time
 __device__ void merge(const Work& work, const SharedMemory& smem) {
     const AttentionParams& p = work.p;
-    const int num_chunks = 2 * merged_by(work.rank) * work.num_rows;
+    const int merged = work.merged(), num_chunks = 2 * work.merged_here() * work.num_rows;
     for (int chunk = threadIdx.x; chunk < num_chunks; chunk += NUM_THREADS) {
         const int half = chunk % 2, row = chunk / 2 % work.num_rows;
-        const int n = chunk / 2 / work.num_rows, column = work.rank * MERGED + n;
-        float row_max = smem.part.row_max[row];
+        const int n = chunk / 2 / work.num_rows, column = work.rank * merged + n;
+        float row_max = smem.part.rows.max[row];
 #pragma unroll
-        for (const auto& other : smem.others) row_max = fmaxf(row_max, other.row_max[row]);
+        for (int i = 0; i < CLUSTER - 1; ++i)
+            if (i < work.team - 1) row_max = fmaxf(row_max, smem.others_rows[i].max[row]);
         const float shift = row_max == -INFINITY ? 0.0f : row_max;  // -inf - -inf is NaN
         float row_sum = 0.0f, o[4] = {};
-        const auto add = [&](float part_max, float part_sum, const float* part_o) {
-            const float factor = ex2_approx_ftz(part_max - shift);
+        const auto add = [&](const RowState& rows, const float* part_o) {
+            const float factor = ex2_approx_ftz(rows.max[row] - shift);
             const float4 x = load_float4(part_o);
-            row_sum += factor * part_sum;
+            row_sum += factor * rows.sum[row];
             o[0] += factor * x.x, o[1] += factor * x.y, o[2] += factor * x.z, o[3] += factor * x.w;
         };
-        add(smem.part.row_max[row], smem.part.row_sum[row], &smem.part.o[column][row][4 * half]);
+        add(smem.part.rows, &smem.part.o[column][row][4 * half]);
 #pragma unroll
-        for (const auto& other : smem.others)
-            add(other.row_max[row], other.row_sum[row], &other.o[n][row][4 * half]);
+        for (int i = 0; i < CLUSTER - 1; ++i)
+            if (i < work.team - 1)
+                add(smem.others_rows[i], &smem.others_o[i * merged + n][row][4 * half]);
         const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
         const int head = work.head(row), query = work.query(row);
         Element* out = p.o + work.batch * p.o_stride.batch + head * p.o_stride.head +
@@ -371,6 +401,7 @@ __device__ void merge(const Work& work, const SharedMemory& smem) {
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREADS, 1)
     attention_forward(const __grid_constant__ AttentionParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
+    if (int(blockIdx.x) >= num_works() * team_size()) return;  // smaller teams need fewer blocks
     const Work work(p);
     const int warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
     if (threadIdx.x == 32 * PRODUCER_WARP) {
@@ -378,7 +409,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREA
         prefetch_tensormap(p.v_map);
         mbarrier_init(smem.q_full, Q_WARPS);
         mbarrier_init(smem.others_full, 1);
-        mbarrier_init(smem.sent, CLUSTER - 1);
+        mbarrier_init(smem.sent, work.team - 1);
 #pragma unroll
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             mbarrier_init(smem.k_full[stage], 1);
@@ -387,9 +418,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREA
             mbarrier_init(smem.v_empty[stage], 4);
         }
         fence_mbarrier_init();
-        mbarrier_arrive_expect_tx(smem.others_full,
-                                  (CLUSTER - 1) * (32 * work.num_rows * merged_by(work.rank) +
-                                                   2 * BLOCK_M * int(sizeof(float))));
+        mbarrier_arrive_expect_tx(
+            smem.others_full,
+            (work.team - 1) * (32 * work.num_rows * work.merged_here() + int(sizeof(RowState))));
     }
     __syncthreads();  // the mbarriers are initialized
     if (warp > PRODUCER_WARP)
@@ -405,8 +436,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREA
     wait_for(smem.others_full, 0);
     // A block may end when its part is with the others. (The cluster's barrier would say so, too, but
     // each thread that arrives there waits for what it has stored.)
-    if (threadIdx.x < CLUSTER && threadIdx.x != work.rank)
-        mbarrier_arrive_cluster_relaxed(smem.sent, threadIdx.x);
+    if (threadIdx.x < work.team && threadIdx.x != work.rank)
+        mbarrier_arrive_cluster_relaxed(smem.sent, work.in_cluster(threadIdx.x));
     merge(work, smem);
     if (warp == 0) wait_for(smem.sent, 0);
 }
