@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from .errors import UsageError
@@ -29,11 +30,12 @@ _LIMITS = re.compile(
 )
 
 # What a step may be taken for only: few_of() says which of them a call is.
+FEW_HEADS = "for few queries of few heads"
 FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES = "for few rows", "for few queries", "for few work tiles"
-_FEW = FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES
+_FEW = FEW_HEADS, FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES  # none begins as one after it
 _FEW_WITH_LENGTHS = "for few queries with lengths or windows"  # a condition of both kinds
 _TAKEN = re.compile(
-    rf"only (?P<condition>with deterministic=True|{FEW_ROWS}|{FEW_QUERIES}|{FEW_WORK_TILES}"
+    rf"only (?P<condition>with deterministic=True|{'|'.join(_FEW)}"
     rf"|for lengths and windows|{_FEW_WITH_LENGTHS}|for large head_dim); \S"
 )
 _REPEATS = re.compile(r"all bits but (?P<outputs>\w+(?:'s, \w+)*)'s; \S")
@@ -46,9 +48,17 @@ _PARTS = re.compile(
 HEAD_DIMS = range(8, 1025, 8)  # those that the cases of verify/ cover: a step can promise no others
 LARGE_HEAD_DIM = 256  # a larger head_dim is large; so is one that v does not share
 MULTIPROCESSORS = 132  # of an H100 or H200
-# What are_few_rows() reckons with: the rows of v18's work tile, and how much one block of an H100
-# merges as quickly as v13's second kernel does.
-TILE_ROWS, MERGED_ELEMENTS = 32, 2**15
+# What are_few_keys() and are_few_rows() reckon with: the rows of v18's work tile; the keys of one
+# of its tiles, up to a head_dim; and how much one block of an H100 merges as quickly as v13's
+# second kernel does.
+TILE_ROWS, TILE_KEYS, TILE_DIM, MERGED_ELEMENTS = 32, 128, 128, 2**15
+# And are_of_few_heads(): the rows of v19's work tile, how many blocks may share its keys, and how
+# many of these run at once. Where idle multiprocessors could have taken more than UNSHARED_KEYS
+# keys off each block, v13 was faster. v18 was, with so few rows of so few elements; and v17 or v13,
+# with more than MERGED_ROWS and more than TEAM_KEYS keys for a block.
+TEAM_ROWS, TEAMS, TEAM_BLOCKS, UNSHARED_KEYS = 64, (8, 4, 2), 112, 540
+SMALL_ROWS, SMALL_ELEMENTS = 16, 2**11
+TEAM_KEYS = 1024
 # And are_few(). From 640 to 896 IDLE_KEYS calls took as long on an H100, in the geometric mean, and
 # longer with 512 or 1024.
 BLOCK_QUERIES, MERGED_ROWS, IDLE_KEYS = 128, 128, 768
@@ -162,6 +172,46 @@ class Step:
             raise UsageError(f"{self.name} {reason}")
 
 
+def are_few_keys(
+    batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int
+) -> bool:
+    """Whether v18 has a tile of keys for each of its work tiles, and a multiprocessor: there is
+    nothing to share out and to merge, and no other step is as quick to start.
+    """
+    if seq_k > TILE_KEYS or head_dim > TILE_DIM:
+        return False
+    return _work_tiles(batch, heads, kv_heads, seq_q, TILE_ROWS) <= MULTIPROCESSORS
+
+
+def are_of_few_heads(
+    batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int
+) -> bool:
+    """Whether the queries of heads that share keys are so few work tiles that v19 is faster than
+    v18, v13, v17 and v12.
+
+    They are, where a team of two blocks or more can have each of them, and no block has more than a
+    tile of keys; or where it has more, unless the multiprocessors without a team would be idle for
+    too long, v18's parts are very small, or v17's work tiles are full.
+    """
+    work = _work_tiles(batch, heads, kv_heads, seq_q, TEAM_ROWS)
+    team = next((team for team in TEAMS if work * team <= TEAM_BLOCKS), 0)
+    if seq_k <= TILE_KEYS * team:
+        return True
+    rows = seq_q * heads  # of all heads: without divisions by what is refused later if it is 0
+    is_small = rows <= SMALL_ROWS * kv_heads and rows * head_dim <= SMALL_ELEMENTS * kv_heads
+    if is_small and are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
+        return False
+    if rows > MERGED_ROWS * kv_heads and seq_k > TEAM_KEYS * team:
+        return False
+    idle = MULTIPROCESSORS - work * team
+    return idle * seq_k <= MULTIPROCESSORS * UNSHARED_KEYS * team
+
+
+def _work_tiles(batch: int, heads: int, kv_heads: int, seq_q: int, tile_rows: int) -> int:
+    """So many, each with as many of the rows that share a head of keys."""
+    return batch * kv_heads * -(-seq_q * heads // (tile_rows * max(1, kv_heads)))
+
+
 def are_few_rows(batch: int, heads: int, kv_heads: int, seq_q: int, head_dim: int) -> bool:
     """Whether the queries of heads that share keys are so few that v18 is faster than v13, and v12.
 
@@ -216,16 +266,27 @@ def _are_idle(work: int, seq_k: int, idle_keys: int) -> bool:
     return 4 * idle >= MULTIPROCESSORS and idle * seq_k >= MULTIPROCESSORS * idle_keys
 
 
+@lru_cache(maxsize=1024)  # the layers of a model, and its next words, make the same calls
 def few_of(
     batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int, causal: bool
 ) -> str | None:
-    """What such a call has few of: FEW_ROWS; or FEW_QUERIES, or where more than MERGED_ROWS share
-    their keys FEW_WORK_TILES; or nothing.
+    """What such a call has few of: FEW_ROWS, or FEW_HEADS; or FEW_QUERIES, or FEW_WORK_TILES where
+    more than MERGED_ROWS share their keys, unless heads have fewer work tiles together than alone;
+    or nothing.
     """
+    if are_few_keys(batch, heads, kv_heads, seq_q, seq_k, head_dim):
+        return FEW_ROWS
+    if are_of_few_heads(batch, heads, kv_heads, seq_q, seq_k, head_dim):
+        return FEW_HEADS
     if are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
         return FEW_ROWS
-    if seq_q * heads <= MERGED_ROWS * kv_heads:
-        return FEW_QUERIES if are_few(batch, heads, kv_heads, seq_q, seq_k) else None
+    are_merged = seq_q * heads <= MERGED_ROWS * kv_heads
+    alone = batch * heads * -(-seq_q // BLOCK_QUERIES)
+    are_fewer = _work_tiles(batch, heads, kv_heads, seq_q, MERGED_ROWS) < alone
+    if (are_merged or are_fewer) and are_few(batch, heads, kv_heads, seq_q, seq_k):
+        return FEW_QUERIES
+    if are_merged:
+        return None
     is_wide = head_dim > THREE_WARPGROUPS_DIM
     work = batch * heads * -(-seq_q // (BLOCK_QUERIES if is_wide else 3 * BLOCK_QUERIES // 2))
     return FEW_WORK_TILES if are_few_work_tiles(work, seq_k, head_dim, causal) else None
@@ -258,9 +319,9 @@ def is_large(head_dim: int, v_head_dim: int) -> bool:
 def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
     """The step of the same ladder that this one changes: the highest below it, of these.
 
-    Those that attention() takes only for deterministic=True, only for few rows, queries or work
-    tiles, only for large head_dim, or only for lengths and windows, are passed over: nothing builds
-    on them.
+    Those that attention() takes only for deterministic=True, only for few rows, queries, heads or
+    work tiles, only for large head_dim, or only for lengths and windows, are passed over: nothing
+    builds on them.
     """
     ladder = [each for each in steps if each.operation == step.operation]
     below = [
@@ -274,9 +335,9 @@ def predecessor(step: Step, steps: Iterable[Step]) -> Step | None:
 def read_step(path: Path) -> Step:
     """Parses the header comment of a step's file: title line, change:, why:, limits:; draft:
     where attention() is not to take it yet; taken: where it is to take it only if asked for the
-    same bits each time, only for few rows, queries or work tiles, only for large head_dim, or only
-    for lengths and windows; repeats: where a repeated call may give other bits, or another GPU; and
-    parts: where its kernels can be launched for one part of the keys after another.
+    same bits each time, only for few rows, queries, heads or work tiles, only for large head_dim,
+    or only for lengths and windows; repeats: where a repeated call may give other bits, or another
+    GPU; and parts: where its kernels can be launched for one part of the keys after another.
 
     Raises UsageError where the file cannot be read or says something else.
     """
@@ -340,8 +401,9 @@ def _parse_taken(path: Path, name: str, text: str | None) -> str:
     raise UsageError(
         f'{path}: \'taken:\' must read like "only with deterministic=True; why", "only for '
         f'lengths and windows; why", "only for large head_dim; why" or, of a forward step, "only '
-        f'for few rows; why", "only for few queries; why", "only for few work tiles; why" or "only '
-        f"for few queries with lengths or windows; why\", not '{text}'"
+        f'for few rows; why", "only for few queries; why", "only for few queries of few heads; '
+        f'why", "only for few work tiles; why" or "only for few queries with lengths or windows; '
+        f"why\", not '{text}'"
     )
 
 

@@ -2,8 +2,9 @@
 
 The record's keys are those of headline.py, but for these:
 
-sources     the hashes of the steps that are compared: those for few rows, few work tiles and few
-            queries, where there are such, and last the one for any number
+sources     the hashes of the steps that are compared: those for few queries of few heads, few
+            rows, few work tiles and few queries, where there are such, and last the one for any
+            number
 copy_bytes_per_second   of torch's copy of COPY_BYTES: what it reads and what it writes
 copy_samples_ms     of that copy
 skipped     the cells whose tensors do not fit into the device's memory, by name: what that said
@@ -11,7 +12,7 @@ cells       in the order of common.problem.DECODE, each an interleaved run of it
 routes      of a cell: which code a peer runs
 taken       of a cell: which of the steps attention() takes
 attentions  of a cell, by name: the steps and the peers, or why one is missing, as one for few rows
-            is where there are more
+            or few heads is where another one is taken
 bytes_per_second    of an attention: q, k, v, o and lse, each moved once
 difference  of an attention: of its o from the step's, by comparison.difference_of()
 """
@@ -35,7 +36,7 @@ from ..problem import DECODE
 from ..records import DECODE_FILE, SCHEMA
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
-from ..step import FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES, Step, few_of
+from ..step import FEW_HEADS, FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES, Step, few_of
 from .cells import build_all
 from .comparison import agreeing
 from .device_state import git_state, versions
@@ -47,6 +48,10 @@ from .trial import new_run
 COPY_BYTES = 2 * 10**9
 COPY_ROUNDS = 20
 SEED = 0
+
+# Steps that read the keys again for each of their small work tiles: with many of these they would
+# take most of the time.
+FEW_AGAIN = FEW_HEADS, FEW_ROWS
 
 # Rounds of a cell: as many as its share of the time allows, between bounds. All cells together take
 # some minutes.
@@ -84,8 +89,8 @@ def measure_decode() -> Path:
 
 
 def decode_steps(steps: Sequence[Step]) -> list[Step]:
-    """Of these steps, the newest that attention() takes for few rows, for few work tiles, for few
-    queries, and for any number of them, as far as there are such.
+    """Of these steps, the newest that attention() takes for few queries of few heads, for few rows,
+    for few work tiles, for few queries, and for any number of them, as far as there are such.
     """
     newest = {
         step.few: step
@@ -94,7 +99,7 @@ def decode_steps(steps: Sequence[Step]) -> list[Step]:
         and not step.takes_lengths
         and (step.few or step.is_candidate())
     }
-    return [newest[few] for few in (FEW_ROWS, FEW_WORK_TILES, FEW_QUERIES, None) if few in newest]
+    return [newest[few] for few in (*FEW_AGAIN, FEW_WORK_TILES, FEW_QUERIES, None) if few in newest]
 
 
 def measure_copy(device: torch.device) -> dict:
@@ -115,9 +120,7 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
     """
     inputs = _make_inputs(case, backend.device)
     taken = _taken(steps, case)
-    # A step for few rows reads the keys again for each work tile of them: with many it would take
-    # most of the time.
-    compared = [step for step in steps if step == taken or step.few != FEW_ROWS]
+    compared = [step for step in steps if step == taken or step.few not in FEW_AGAIN]
     calls: dict[str, Callable[[], Outputs]] = {
         step.name: partial(run, backend, step, *inputs, **case.arguments) for step in compared
     }

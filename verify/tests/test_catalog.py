@@ -21,6 +21,7 @@ from common.runtime.backend import DTYPE_NAMES
 from common.step import (
     ARCHITECTURES,
     DTYPES,
+    FEW_HEADS,
     FEW_QUERIES,
     FEW_ROWS,
     FEW_WORK_TILES,
@@ -28,7 +29,9 @@ from common.step import (
     TILE_ROWS,
     Parts,
     are_few,
+    are_few_keys,
     are_few_rows,
+    are_of_few_heads,
     few_of,
     few_with,
     read_step,
@@ -68,8 +71,8 @@ MALFORMED = {
         lambda path: replace(path, "// why:", "// taken: seldom\n// why:"),
         'must read like "only with deterministic=True; why", "only for lengths and windows; why", '
         '"only for large head_dim; why" or, of a forward step, "only for few rows; why", "only '
-        'for few queries; why", "only for few work tiles; why" or "only for few queries with '
-        "lengths or windows; why\", not 'seldom'",
+        'for few queries; why", "only for few queries of few heads; why", "only for few work '
+        'tiles; why" or "only for few queries with lengths or windows; why", not \'seldom\'',
     ),
     "no parts": (
         lambda path: replace(path, "// why:", "// parts: some\n// why:"),
@@ -307,7 +310,7 @@ def test_where_a_step_is_taken(tmp_path, taken, condition):
     assert step.is_candidate(deterministic=True) == (condition in (None, "only_deterministic"))
 
 
-@pytest.mark.parametrize("few", [FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES])
+@pytest.mark.parametrize("few", [FEW_HEADS, FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES])
 def test_a_step_may_be_taken_for_few(tmp_path, few):
     step = read_step(write(tmp_path, LIMITS + f"\n// taken: only {few}; for more,\n//     slower"))
     assert step.few == few
@@ -332,6 +335,8 @@ def test_a_step_may_be_taken_for_few_queries_with_lengths(tmp_path):
         "only for few queries;",
         "only for few rows",
         "only for few rows with lengths or windows; slower",
+        "only for few queries of few heads",
+        "only for few queries of few heads with lengths or windows; slower",
         "only for few work tiles with lengths or windows; slower",
         "for few queries; slower",
         "only for many queries; slower",
@@ -346,15 +351,23 @@ def test_a_step_may_be_taken_for_few_queries_with_lengths(tmp_path):
 def test_a_wrong_taken_is_one_clear_line(tmp_path, wrong):
     told = (
         "v99_x.cu: 'taken:' must .* \"only for large head_dim; why\" or, of a forward step, "
-        '"only for few rows; why", "only for few queries; why", "only for few work tiles; why" or '
-        f"\"only for few queries with lengths or windows; why\", not '{wrong}'$"
+        '"only for few rows; why", "only for few queries; why", "only for few queries of few '
+        'heads; why", "only for few work tiles; why" or "only for few queries with lengths or '
+        f"windows; why\", not '{wrong}'$"
     )
     with pytest.raises(UsageError, match=told):
         read_step(write(tmp_path, f"{LIMITS}\n// taken: {wrong}"))
 
 
 @pytest.mark.parametrize(
-    "few", ["few rows", "few queries", "few work tiles", "few queries with lengths or windows"]
+    "few",
+    [
+        "few rows",
+        "few queries",
+        "few queries of few heads",
+        "few work tiles",
+        "few queries with lengths or windows",
+    ],
 )
 def test_no_backward_step_is_for_few_queries(tmp_path, few):
     """Its lookup does not depend on their number."""
@@ -431,7 +444,74 @@ def test_what_one_block_merges(monkeypatch, batch, kv_heads, parts):
     for elements, few in ((30 * 72 * parts, FEW_ROWS), (30 * 72 * parts - 1, FEW_QUERIES)):
         monkeypatch.setattr("common.step.MERGED_ELEMENTS", elements)
         assert are_few_rows(*shape, 72) is (few == FEW_ROWS)
-        assert few_of(*shape, 1000, 72, False) == few
+        assert few_of.__wrapped__(*shape, 1 << 20, 72, False) == few
+
+
+@pytest.mark.parametrize(
+    ("shape", "few"),
+    [
+        # A tile of keys for each of the work tiles, of 32 rows, that 132 multiprocessors have.
+        ((1, 32, 32, 1, 128, 128), True),
+        ((1, 32, 32, 1, 129, 128), False),
+        ((1, 32, 32, 1, 128, 136), False),
+        ((66, 2, 2, 32, 1, 64), True),
+        ((66, 2, 2, 33, 1, 64), False),
+        ((66, 32, 2, 2, 1, 64), True),
+        ((66, 34, 2, 2, 1, 64), False),
+        ((67, 2, 2, 1, 1, 64), False),
+        ((1, 32, 8, 132, 128, 64), False),
+        ((1, 32, 8, 128, 128, 64), True),
+    ],
+)
+def test_keys_are_few(shape, few):
+    assert are_few_keys(*shape) is few
+    if few:
+        for causal in (False, True):
+            assert few_of(*shape, causal) == FEW_ROWS
+
+
+@pytest.mark.parametrize(
+    ("shape", "few"),
+    [
+        # 56 work tiles of 64 rows at most, as each has two blocks then, or 28, or 14.
+        ((7, 64, 8, 8, 256, 128), True),
+        ((7, 64, 8, 9, 256, 128), False),
+        ((7, 64, 8, 8, 1, 8), True),
+        ((57, 1, 1, 1, 1, 128), False),
+        # So few rows are v18's, unless no block has more than a tile of keys: 2, 4 or 8 of these.
+        ((7, 64, 8, 1, 256, 128), True),
+        ((7, 64, 8, 1, 257, 128), False),
+        ((2, 64, 14, 1, 512, 128), True),
+        ((2, 64, 14, 1, 513, 128), False),
+        ((1, 14, 14, 1, 1024, 128), True),
+        ((1, 14, 14, 1, 1025, 128), False),
+        ((1, 14, 14, 16, 1025, 128), False),
+        ((1, 14, 14, 17, 1025, 64), True),
+        ((1, 14, 14, 16, 1025, 136), True),
+        # But not those of which v18 would have too large parts.
+        ((1, 8, 1, 1, 1025, 128), True),
+        # 8 of 132 multiprocessors, 64 and 112 are at work.
+        ((1, 1, 1, 64, 4598, 128), True),
+        ((1, 1, 1, 64, 4599, 128), False),
+        ((1, 64, 8, 8, 8385, 128), True),
+        ((1, 64, 8, 8, 8386, 128), False),
+        ((1, 28, 28, 64, 14256, 128), True),
+        ((1, 28, 28, 64, 14257, 128), False),
+        ((7, 64, 8, 8, 7128, 128), True),
+        ((7, 64, 8, 8, 7129, 128), False),
+        # More than 128 rows share keys: 1024 of these are a block's.
+        ((1, 4, 4, 129, 8192, 128), True),
+        ((1, 4, 4, 129, 8193, 128), False),
+        ((1, 28, 28, 128, 2049, 128), True),
+        ((1, 14, 14, 256, 2048, 128), True),
+        ((1, 14, 14, 256, 2049, 128), False),
+    ],
+)
+def test_heads_are_few(shape, few):
+    assert are_of_few_heads(*shape) is few
+    if few and not are_few_keys(*shape):
+        for causal in (False, True):
+            assert few_of(*shape, causal) == FEW_HEADS
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -459,9 +539,14 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
         ((1, 32, 8, 128, 1267, 256, False), None),
         # 128 rows share keys, or more.
         ((1, 32, 8, 32, 131072, 128, False), FEW_QUERIES),
-        ((1, 32, 8, 33, 131072, 128, False), FEW_WORK_TILES),
         ((1, 16, 16, 128, 131072, 128, False), FEW_QUERIES),
         ((1, 16, 16, 129, 131072, 128, False), FEW_WORK_TILES),
+        # More, but together the heads have fewer work tiles: 16, 24 and 32, where 32 are alone.
+        ((1, 32, 8, 33, 131072, 128, False), FEW_QUERIES),
+        ((1, 32, 8, 96, 131072, 128, True), FEW_QUERIES),
+        ((1, 32, 8, 97, 131072, 128, False), FEW_WORK_TILES),
+        # That is no reason where v12 leaves no multiprocessor idle.
+        ((4, 32, 8, 33, 131072, 128, True), None),
         # 99 work tiles at most, of 128 queries, or up to head_dim 96 of 192.
         ((1, 33, 11, 384, 131072, 128, False), FEW_WORK_TILES),
         ((1, 33, 11, 385, 131072, 128, True), None),
