@@ -223,7 +223,7 @@ def sizes_of(tensors: Sequence, lengths: Lengths | None = None) -> tuple[int, ..
     _, kv_heads, seq_k, _ = tensors[1].shape
     padded = padded_queries(batch, seq_q, lengths.num_sequences(batch)) if lengths else 0
     columns = max(head_dim, tensors[2].shape[3])
-    group_rows = heads // kv_heads * seq_q
+    group_rows = heads // max(1, kv_heads) * seq_q  # what is refused later may have none
     return batch, heads, kv_heads, seq_q, seq_k, padded, columns, group_rows
 
 

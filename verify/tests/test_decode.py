@@ -33,7 +33,7 @@ from common.report.expressions import evaluate
 from common.report.markdown import REQUIRED_TABLES, render
 from common.report.record_set import RecordSet, Whole, load_record_set
 from common.runtime.gpu import GpuBackend
-from common.step import FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES
+from common.step import FEW_HEADS, FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES
 from verify.cases import BF16, Case, Shape
 from verify.reference import attention_reference
 from verify.tests.fake_records import fake_decode
@@ -162,6 +162,7 @@ def test_the_step_before_need_not_run(timed):
 FEW = replace(V02, few=FEW_QUERIES)
 TILES = replace(V02, name="v03", few=FEW_WORK_TILES)
 ROWS = replace(V02, name="v04", few=FEW_ROWS)
+HEADS = replace(V02, name="v05", few=FEW_HEADS)
 
 
 @pytest.mark.parametrize(
@@ -176,44 +177,47 @@ ROWS = replace(V02, name="v04", few=FEW_ROWS)
         ([ROWS, V01], 16, "v04"),
         ([ROWS, V01], 17, "v01"),
         ([FEW, V01], 16, "v01"),  # as attention() takes no other step for few rows
+        ([HEADS, V01], 64, "v01"),  # there are many heads
     ],
 )
 def test_a_step_for_few_is_taken_only_for_them(timed, steps, seq_q, taken):
-    case = replace(TINY, shape=Shape(1, 4, 2, seq_q, 96, 8))
+    case = replace(TINY, shape=Shape(34, 4, 2, seq_q, 96, 8))
     cell = decode.measure_cell(TorchBackend(), steps, case)
     assert cell["taken"] == taken
     assert find_error(with_cell(cell), DECODE_RECORD) is None
 
 
 @pytest.mark.parametrize(
-    ("seq_q", "seq_k", "taken"),
+    ("shape", "taken"),
     [
-        (1, 96, "v04"),
-        (17, 96, "v02"),
-        (65, 1024, "v03"),
-        (65, 96, "v01"),
+        (Shape(1, 4, 2, 17, 129, 8), "v05"),
+        (Shape(1, 4, 2, 1, 96, 8), "v04"),
+        (Shape(1, 4, 2, 65, 8193, 8), "v03"),
+        (Shape(34, 4, 2, 17, 96, 8), "v02"),
+        (Shape(34, 4, 2, 65, 96, 8), "v01"),
     ],
 )
-def test_a_step_for_few_rows_is_run_only_where_it_is_taken(timed, seq_q, seq_k, taken):
-    steps = [ROWS, TILES, FEW, V01]
-    compared = [each.name for each in steps if each != ROWS or taken == "v04"]
-    case = replace(TINY, shape=Shape(1, 4, 2, seq_q, seq_k, 8))
-    refusals = {} if taken == "v04" else {"v04": UsageError("run")}
-    cell = decode.measure_cell(TorchBackend(**refusals), steps, case)
+def test_what_reads_the_keys_again_is_run_only_where_it_is_taken(timed, shape, taken):
+    steps = [HEADS, ROWS, TILES, FEW, V01]
+    again = {"v04": "for few rows", "v05": "for few queries of few heads"}
+    missing = {name: {"missing": f"it is {few}"} for name, few in again.items() if name != taken}
+    compared = [each.name for each in steps if each.name not in missing]
+    refusals = {name: UsageError("run") for name in missing}
+    cell = decode.measure_cell(TorchBackend(**refusals), steps, replace(TINY, shape=shape))
     assert cell["taken"] == taken
     assert timed[-1]["names"] == [*compared, "flash_attention_3"]
     attentions = cell["attentions"]
-    assert list(attentions) == ["v04", "v03", "v02", "v01", "sdpa_cudnn", "flash_attention_3"]
+    assert list(attentions) == [*(each.name for each in steps), "sdpa_cudnn", "flash_attention_3"]
     for name in compared:
         assert attentions[name]["time_ms"] == 10.0
-    if refusals:
-        assert attentions["v04"] == {"missing": "it is for few rows"}
+    for name, told in missing.items():
+        assert attentions[name] == told
     assert find_error(with_cell(cell), DECODE_RECORD) is None
 
 
 def test_the_step_that_is_taken_must_agree_with_a_peer(timed):
     """Others that are wrong, or would be, are none of its concern."""
-    case = replace(TINY, shape=Shape(1, 4, 2, 17, 96, 8))
+    case = replace(TINY, shape=Shape(34, 4, 2, 17, 96, 8))
     told = r"v02 agrees with nobody on tiny: .*v04: it is for few rows; "
     with pytest.raises(UsageError, match=told):
         decode.measure_cell(TorchBackend(v02=1.0), [ROWS, FEW, V01], case)
@@ -225,7 +229,7 @@ def test_the_step_that_is_taken_must_agree_with_a_peer(timed):
 def test_without_peers_a_later_step_is_the_witness(timed, monkeypatch):
     monkeypatch.setattr(decode, "load_splitting", lambda *_: {"sdpa_cudnn": "no such shape"})
     steps = [ROWS, FEW, V01]
-    case = replace(TINY, shape=Shape(1, 4, 2, 17, 96, 8))
+    case = replace(TINY, shape=Shape(34, 4, 2, 17, 96, 8))
     decode.measure_cell(TorchBackend(v04=1.0), steps, case)
     assert timed[-1]["names"] == ["v02", "v01"]
     with pytest.raises(UsageError, match="v02 agrees with nobody on tiny: "):
@@ -312,7 +316,9 @@ def test_record(measure, tmp_path):
 
 
 def test_steps_that_are_compared():
-    assert [step.few for step in STEPS] == [FEW_ROWS, FEW_WORK_TILES, FEW_QUERIES, None]
+    assert [step.few for step in STEPS] == [
+        *(FEW_HEADS, FEW_ROWS, FEW_WORK_TILES, FEW_QUERIES, None)
+    ]
     assert all(step.operation == FORWARD and not step.takes_lengths for step in STEPS)
     general = replace(V01, few=None)
     newer = replace(FEW, name="v09")
