@@ -2,10 +2,10 @@
 
 The record's keys are those of headline.py, but for these:
 
-sources    the hashes of the step that attention() chooses for the cells, and for decoding
+sources    the hashes of the steps that attention() chooses for the cells, and for decoding
 host       SHA-256 of the files that a call of attention() runs on the host, by path
 cells      in the order of common.problem.LATENCY
-device_us  of a cell: what the device took for each round's launch of the step alone, and for each
+device_us  of a cell: what the device took for each round's launch of its step alone, and for each
            peer's call
 host_us    what the host took for each call of attention(), under the step's name, and of each peer,
            by turns
@@ -65,10 +65,15 @@ def measure_latency() -> Path:
     Raises UsageError where no step runs, or where attention() or a peer is wrong.
     """
     backend = GpuBackend()
-    case, decoded = CELLS[0], DECODED.make(backend.device)
-    step = highest_step(backend, case.operation, case.make(backend.device), case.causal)
+    decoded = DECODED.make(backend.device)
+    taken = [
+        highest_step(backend, case.operation, case.make(backend.device), case.causal)
+        for case in CELLS
+    ]
     decoding_step = highest_step(backend, DECODED.operation, decoded, DECODED.causal)
-    progress = tqdm(CELLS, "latency", unit="cell", leave=False, disable=None)
+    steps = dict.fromkeys((*taken, decoding_step))
+    cells = list(zip(taken, CELLS, strict=True))
+    progress = tqdm(cells, "latency", unit="cell", leave=False, disable=None)
     host = Host()
     host.find_fastest()
     record = {
@@ -76,9 +81,9 @@ def measure_latency() -> Path:
         "git": git_state(),
         **versions(),
         "dtype": CELLS[0].specialization.dtype,
-        "sources": {each.name: {"code_sha256": each.code_sha256} for each in (step, decoding_step)},
+        "sources": {step.name: {"code_sha256": step.code_sha256} for step in steps},
         "host": host_hashes(),
-        "cells": [measure_cell(backend, step, case, host) for case in progress],
+        "cells": [measure_cell(backend, step, case, host) for step, case in progress],
         "decoding": measure_decoding(decoding_step, *decoded, host),
         "fastest_loop_rate": host.fastest_loop_rate,
     }

@@ -41,6 +41,7 @@ from .ring_model import machine_of, predict
 Row = dict[str, Any]
 
 SHOWN_KEYS = (1024, 8192, 131072)  # of few queries on many keys
+ATTENTION = "attention()"  # of small calls
 MODELLED_GPUS = (2, 4, 8, 64)  # for which the time of a ring is predicted
 GROWS = 3  # memory that more than triples when the sequence doubles holds all scores
 
@@ -204,9 +205,10 @@ def _number(value: object) -> float | None:
 
 
 def latency(record_set: RecordSet) -> list[Row]:
-    """A row a shape: microseconds that a call of each candidate takes of the device and the host.
+    """A row a shape: microseconds that a call of ATTENTION and of each peer takes of the device and
+    the host, and the step that ATTENTION takes.
 
-    None where a candidate is missing; of the host, what _on_host() gives.
+    None where a peer is missing; of the host, what _on_host() gives.
     """
     latency = record_set.latency
     if latency is None or latency.other_changed:
@@ -216,17 +218,21 @@ def latency(record_set: RecordSet) -> list[Row]:
     if any(name in latency.changed for cell in cells for name in cell["host_us"]):
         return []
     keys = ("device_us", "missing")
-    names = list(dict.fromkeys(name for key in keys for cell in cells for name in cell[key]))
-    absent = dict.fromkeys(names)
+    names = dict.fromkeys(name for key in keys for cell in cells for name in cell[key])
+    absent = dict.fromkeys([ATTENTION, *(name for name in names if name not in record["sources"])])
     rows = []
     for cell in cells:
+        step = next(name for name in cell["device_us"] if name in record["sources"])
         device_us = {name: statistics.median(us) for name, us in cell["device_us"].items()}
+        host_us = _on_host(cell, record)
+        device_us[ATTENTION], host_us[ATTENTION] = device_us.pop(step), host_us.pop(step)
         rows.append(
             {
                 "seq": cell["seq"],
                 "causal": cell["causal"],
+                "step": step,
                 "device_us": absent | device_us,
-                "host_us": absent | _on_host(cell, record),
+                "host_us": absent | host_us,
                 "quiet_turns": sum(_quiet_turns(cell, record)),
             }
         )

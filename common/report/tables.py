@@ -258,7 +258,9 @@ def _deterministic(ladder: Ladder) -> str:
 
 
 def latency(record_set: RecordSet) -> str:
-    """One row per shape: what a call takes of the device and of the host, by step and peer."""
+    """One row per shape: what a call takes of the device and of the host, attention()'s and the
+    peers'.
+    """
     found = rows.latency(record_set)
     if not found:
         return STALE if record_set.latency else NOT_MEASURED
@@ -266,7 +268,6 @@ def latency(record_set: RecordSet) -> str:
     record = record_set.latency.record
     cells = record["cells"]
     first = cells[0]
-    step = next(iter(record["sources"]))
 
     def both(name: str) -> Cell:
         device = shown_of("device_us", name, "{:.1f}".format)
@@ -276,6 +277,7 @@ def latency(record_set: RecordSet) -> str:
     columns = {
         ">N": shown("seq"),
         "Mask": mask,
+        "Step": shown("step"),
         **{f">{name}": both(name) for name in found[0]["device_us"]},
     }
     states = [first["environment"]["before"], *(cell["environment"]["after"] for cell in cells)]
@@ -283,11 +285,11 @@ def latency(record_set: RecordSet) -> str:
         f"\n\nMicroseconds on the {record['device']}: of the device / of the host. Batch "
         f"{first['batch']}, heads {first['heads']}, head_dim {first['head_dim']}, "
         f"{record['dtype']}; {inputs(FORWARD)}. "
-        f"The device: events around the call, of {step} around its launch, "
+        "The device: events around the call, of attention() around its step's launch, "
         f"median of {_samples(first['device_us'])} interleaved rounds, L2 flushed before each. "
         "The host: until the call returns, while the device still computes, "
-        f"{_host_samples(found)}; for {step} of attention(), for the sdpa with the "
-        f"choice of their backend. {device_states(states)}"
+        f"{_host_samples(found)}; of attention() with the choice of its step, of the sdpa with "
+        f"that of their backend. {device_states(states)}"
     )
 
 

@@ -29,7 +29,7 @@ from verify.reference import attention_reference
 from verify.tests.fake_records import fake_latency
 
 NEWEST = [step for step in all_steps() if step.operation == FORWARD][-1]
-V01, V02 = all_steps()[:2]
+V01, V02, V03 = all_steps()[:3]
 TINY = Case("tiny", Shape(1, 2, 2, 33, 33, 64), BF16, causal=True)
 SHORT = Case("short", Shape(1, 2, 2, 1, 7, 64), BF16)
 LONGER = Case("longer", Shape(1, 2, 2, 1, 9, 64), BF16)
@@ -234,18 +234,22 @@ def test_a_wrong_decoding_is_not_timed(monkeypatch):
         latency.measure_decoding(NEWEST, *SHORT.make("cpu"), FakeHost(9.0))
 
 
-def fake_of_two() -> dict:
-    """attention() takes v01 for the cells, and v02 for decoding."""
-    sources = {step.name: {"code_sha256": step.code_sha256} for step in (V01, V02)}
-    decoding = fake_latency(V02)["decoding"]
-    return fake_latency(V01) | {"sources": sources, "decoding": decoding}
+def fake_of_several() -> dict:
+    """attention() takes v01 and v02 for the cells, and v03 for decoding."""
+    sources = {step.name: {"code_sha256": step.code_sha256} for step in (V01, V02, V03)}
+    cells = [fake_latency(V01)["cells"][0], fake_latency(V02)["cells"][1]]
+    decoding = fake_latency(V03)["decoding"]
+    return fake_latency(V01) | {"sources": sources, "cells": cells, "decoding": decoding}
 
 
-def test_decoding_may_take_another_step(record_set):
-    records = record_set(**fake_of_two())
-    assert tables.latency(records).startswith("| N | Mask | v01 | sdpa_flash | flash_attention_3 |")
-    assert "events around the call, of v01 around its launch" in tables.latency(records)
-    assert tables.decoding(records).startswith("| Each call has | attention(), v02 | sdpa |")
+def test_each_call_may_take_another_step(record_set):
+    records = record_set(**fake_of_several())
+    assert [row["step"] for row in rows.latency(records)] == ["v01", "v02"]
+    assert tables.latency(records).splitlines()[2:4] == [
+        "| 128 | none | v01 | 5.0 / 19.5 (20.5) | 50.0 / 200.0 (200.5) | missing |",
+        "| 128 | causal | v02 | 5.0 / 19.5 (20.5) | 50.0 / 200.0 (200.5) | missing |",
+    ]
+    assert tables.decoding(records).startswith("| Each call has | attention(), v03 | sdpa |")
 
 
 def test_table_of_decoding(record_set):
@@ -262,10 +266,10 @@ def test_table_of_decoding(record_set):
 def test_table(record_set):
     text = tables.latency(record_set())
     assert text.splitlines()[:4] == [
-        f"| N | Mask | {NEWEST.name} | sdpa_flash | flash_attention_3 |",
-        "| ---: | --- | ---: | ---: | ---: |",
-        "| 128 | none | 5.0 / 19.5 (20.5) | 50.0 / 200.0 (200.5) | missing |",
-        "| 128 | causal | 5.0 / 19.5 (20.5) | 50.0 / 200.0 (200.5) | missing |",
+        "| N | Mask | Step | attention() | sdpa_flash | flash_attention_3 |",
+        "| ---: | --- | --- | ---: | ---: | ---: |",
+        f"| 128 | none | {NEWEST.name} | 5.0 / 19.5 (20.5) | 50.0 / 200.0 (200.5) | missing |",
+        f"| 128 | causal | {NEWEST.name} | 5.0 / 19.5 (20.5) | 50.0 / 200.0 (200.5) | missing |",
     ]
     caption = text.splitlines()[-1]
     assert "Microseconds on the NVIDIA H200: of the device / of the host." in caption
@@ -281,11 +285,11 @@ def test_medians_are_of_all_calls_in_quiet_turns(record_set):
     cell["host_us"]["sdpa_flash"] = [[1.0]] * 3
     cell["loop_rates"] = [9.0, 10.0, 7.0, 9.0]
     quiet, *_ = rows.latency(record_set(cells=[cell]))
-    assert (quiet["quiet_turns"], quiet["host_us"][NEWEST.name]) == (1, (3.0, 5.0))
+    assert (quiet["quiet_turns"], quiet["host_us"][rows.ATTENTION]) == (1, (3.0, 5.0))
     cell["loop_rates"] = [9.0, 9.0, 9.0, 7.0]
     both, one = rows.latency(record_set(cells=[cell, other]))
     assert (both["quiet_turns"], one["quiet_turns"]) == (2, 1)
-    assert both["host_us"][NEWEST.name] == (3.5, 5.0)
+    assert both["host_us"][rows.ATTENTION] == (3.5, 5.0)
     assert "(at least 1 in each row;" in tables.latency(record_set(cells=[cell, other]))
 
 
@@ -356,17 +360,17 @@ def test_malformed_decoding_is_named(record_set, change):
 
 
 def test_record(monkeypatch, tmp_path):
-    fake = fake_of_two()
+    fake = fake_of_several()
     monkeypatch.setattr(latency, "GpuBackend", CpuBackend)
     monkeypatch.setattr(latency, "versions", lambda: {"device": "NVIDIA H200"})
 
     def highest_step(backend, operation, inputs, causal) -> Step:
-        return V02 if inputs[0].shape[2] == 1 else V01
+        return V03 if inputs[0].shape[2] == 1 else (V01, V02)[causal]
 
     def measure_cell(backend, step, case, host) -> dict:
-        assert step is V01
+        assert step is (V01, V02)[case.causal]
         host.fastest_loop_rate = 1e6
-        return fake["cells"][0]
+        return fake["cells"][case.causal]
 
     def measure_decoding(step, *_) -> dict:
         return {who: fake["decoding"][who] for who in (step.name, SDPA)}
@@ -380,8 +384,10 @@ def test_record(monkeypatch, tmp_path):
     assert path == tmp_path / "h200" / "latency.json"
     record = read_record(path, LATENCY_RECORD)
     assert record["sources"] == fake["sources"]
-    assert list(record["decoding"]) == ["v02", SDPA]
+    assert list(record["decoding"]) == ["v03", SDPA]
     assert len(record["cells"]) == len(latency.CELLS)
+    for cell, case in zip(record["cells"], latency.CELLS, strict=True):
+        assert ("v02" if case.causal else "v01") in cell["device_us"]
     assert record["fastest_loop_rate"] == 1e6
 
 

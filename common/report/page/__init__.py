@@ -23,7 +23,7 @@ from .section import WEB
 VENDOR = Path(__file__).parent / "vendor"
 LIBRARIES = ("d3", "plot", "prism")  # plot needs d3
 FIRST, LAST = "page", "start"  # of the scripts and style sheets in web/
-MAX_BYTES = 2_500_000
+MAX_BYTES = 2_750_000
 
 
 def render_page(record_sets: Sequence[RecordSet], worklog: str, figures: Mapping[str, str]) -> str:
