@@ -242,8 +242,9 @@ CALLS = {
         ),
         # One more than there are teams of 4: teams of 2, in a quarter of the last cluster.
         call("works_29", Shape(1, 29, 29, 2, 1, 8), FP16),
-        # In three quarters; and each block has more tiles than stages.
-        call("works_31", Shape(1, 31, 31, 1, 330, 256), FP16, inputs=walks(2, 25)),
+        # In three quarters. Each block has more tiles than stages, and some rows fall from one to
+        # the next by more than a float's exponents go.
+        call("works_31", Shape(1, 31, 31, 1, 330, 256), FP16, inputs=walks(-300, 300)),
         # Work tiles that see no key, and rows.
         call("hidden_keys", Shape(3, 1, 1, 600, 270, 64), BF16, causal=True),
     )
