@@ -16,7 +16,7 @@ import torch
 
 from common.catalog import find_step
 from common.problem import COUNTED, Specialization
-from common.report.diagrams import blocks, figures, ragged_map
+from common.report.diagrams import blocks, cluster_merge, figures, ragged_map
 from common.report.diagrams.fragments import (
     CHUNKS,
     a_fragment,
@@ -57,6 +57,7 @@ from common.report.diagrams.svg import (
 )
 from common.runtime.cpu import CpuBackend, SimtError
 from common.step import Step
+from verify.tests.cpp_constants import constants, source
 from verify.tests.drawings import SVG, boxes, clashes, texts
 from verify.tests.small_kernels import run, write_scenarios, write_step
 
@@ -462,6 +463,26 @@ def test_a_ragged_map_begins_a_tensor_before_it():
     assert ragged_map.row_of(ragged_map.coordinate(first, end), end) == first
     assert ragged_map.coordinate(end, end) == rows
     assert ragged_map.STARTS[1] <= first < end < first + ragged_map.TILE < ragged_map.STARTS[3]
+
+
+def test_teams_are_v19s():
+    names = constants("v19", cluster_merge.COLUMNS)
+    drawn = cluster_merge.CLUSTER, cluster_merge.CLUSTERS, cluster_merge.ROWS
+    assert drawn == tuple(names[name] for name in ("CLUSTER", "CLUSTERS", "BLOCK_M"))
+    # Each block of a whole cluster has as many tiles of keys, and as many eights of columns.
+    assert cluster_merge.KEYS % (cluster_merge.CLUSTER * names["BLOCK_N"]) == 0
+    assert names["MERGED"] * cluster_merge.CLUSTER == names["COLUMNS_OF_O"]
+    halve = "while (team > 2 && num_works() * team > CLUSTERS * CLUSTER) team /= 2;"
+    assert halve in source("v19")
+    assert cluster_merge.SMALLEST == 2
+    by_team = {}
+    for work_tiles in range(1, cluster_merge.at_once(cluster_merge.SMALLEST) + 1):
+        by_team.setdefault(cluster_merge.team_size(work_tiles), []).append(work_tiles)
+    found = [text.text for text in texts(figures()["cluster_merge.svg"])]
+    assert [text for text in found if text.endswith("blocks for each")] == [
+        f"{work_tiles[0]}–{work_tiles[-1]} work tiles: {team} blocks for each"
+        for team, work_tiles in by_team.items()
+    ]
 
 
 # ---- how they are drawn

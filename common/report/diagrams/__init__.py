@@ -11,6 +11,7 @@ from . import (
     backward_turns,
     backward_warps,
     blocks,
+    cluster_merge,
     even_parts,
     hopper,
     hopper_backward,
@@ -40,6 +41,7 @@ def figures() -> dict[str, str]:
         split_keys,
         even_parts,
         last_block,
+        cluster_merge,
         ragged_map,
         ring,
     )
