@@ -159,7 +159,7 @@ def test_rows_are_plain_values(root):
         "saving": 200.0,
     }
     assert rows.grid(ladder)[0]["tflops"]["sdpa_math"] is None
-    assert rows.latency(record_set)[0]["device_us"]["v02"] == 5.0
+    assert rows.latency(record_set)[0]["device_us"]["attention()"] == 5.0
     assert rows.distributions(record_set)[0]["by_head_dim"]["64"]["ratio"] == 200 / 640
     of_a_ladder = (rows.sass, rows.banks, rows.grid)
     of_a_set = (
