@@ -20,6 +20,7 @@
 namespace simt {
 
 constexpr int POISON = 0xFF;  // bytes of 0xFF are NaN in fp32, bf16 and fp16 alike
+constexpr int LARGE = 0x7F;   // and bytes of 0x7F 3.4e38 in the former two: fmaxf passes over NaN
 constexpr size_t MIN_GUARD_BYTES = size_t{1} << 24;  // address space only
 
 inline size_t round_up(size_t n, size_t multiple) {
@@ -107,6 +108,10 @@ class Buffer {
             std::byte* from = first_page(segment);
             memset(from, POISON, last_page_end(segment) - from);
         }
+    }
+    // Poison, too, but large numbers; around the segments it stays as it is.
+    void fill_with_large() {
+        for (const Segment& segment : segments) memset(begin(segment), LARGE, segment.bytes);
     }
     void make_read_only() { allow(PROT_READ); }
     bool contains(const std::byte* address) const {

@@ -54,6 +54,7 @@ void Worker::begin_block(uint32_t block) {
     copies_may_be_early = mix(block) % 2 == launch.odd;
     one_warp_first = random.below(2);
     smem.poison();
+    if (mix(block, LARGE) % 2 == launch.odd) smem.fill_with_large();
     smem_async_view.begin_block();
     smem_races.begin_block();
     clock = global_races.begin_block(block);
