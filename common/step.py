@@ -32,7 +32,7 @@ _LIMITS = re.compile(
 # What a step may be taken for only: few_of() says which of them a call is.
 FEW_HEADS = "for few queries of few heads"
 FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES = "for few rows", "for few queries", "for few work tiles"
-_FEW = FEW_HEADS, FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES  # none begins as one after it
+_FEW = FEW_HEADS, FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES  # none begins as one before it does
 _FEW_WITH_LENGTHS = "for few queries with lengths or windows"  # a condition of both kinds
 _TAKEN = re.compile(
     rf"only (?P<condition>with deterministic=True|{'|'.join(_FEW)}"
@@ -189,9 +189,9 @@ def are_of_few_heads(
     """Whether the queries of heads that share keys are so few work tiles that v19 is faster than
     v18, v13, v17 and v12.
 
-    They are, where a team of two blocks or more can have each of them, and no block has more than a
-    tile of keys; or where it has more, unless the multiprocessors without a team would be idle for
-    too long, v18's parts are very small, or v17's work tiles are full.
+    They are, where each can have a team of two blocks or more, and no block more than TILE_KEYS; or
+    where it has more, unless the multiprocessors without a team would be idle for too long, v18's
+    parts are very small, or more than MERGED_ROWS share more than TEAM_KEYS for a block.
     """
     work = _work_tiles(batch, heads, kv_heads, seq_q, TEAM_ROWS)
     team = next((team for team in TEAMS if work * team <= TEAM_BLOCKS), 0)
@@ -208,7 +208,7 @@ def are_of_few_heads(
 
 
 def _work_tiles(batch: int, heads: int, kv_heads: int, seq_q: int, tile_rows: int) -> int:
-    """So many, each with as many of the rows that share a head of keys."""
+    """How many there are, each of up to tile_rows of the rows that share a head of keys."""
     return batch * kv_heads * -(-seq_q * heads // (tile_rows * max(1, kv_heads)))
 
 
@@ -270,9 +270,9 @@ def _are_idle(work: int, seq_k: int, idle_keys: int) -> bool:
 def few_of(
     batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int, causal: bool
 ) -> str | None:
-    """What such a call has few of: FEW_ROWS, or FEW_HEADS; or FEW_QUERIES, or FEW_WORK_TILES where
-    more than MERGED_ROWS share their keys, unless heads have fewer work tiles together than alone;
-    or nothing.
+    """What such a call has few of, or None: FEW_ROWS or FEW_HEADS; or FEW_QUERIES, of up to
+    MERGED_ROWS that share keys, or more where heads have fewer work tiles together than alone; or
+    else, of more, FEW_WORK_TILES.
     """
     if are_few_keys(batch, heads, kv_heads, seq_q, seq_k, head_dim):
         return FEW_ROWS

@@ -5,8 +5,8 @@
 //     shared memory, and each merges some of the columns. A work tile has 64 rows instead of 128. There
 //     is no workspace, no second kernel, and no loop over work tiles
 // why: v13's parts go through the L2, its second kernel reads them back, and both wait for a kernel to
-//     start or to end. Predicted for 16 queries of 64 heads, 8 of them of keys, on 1024 keys at head_dim
-//     256: 13 to 15 us instead of 25
+//     start or to end. Predicted for 16 queries of 64 heads on 8 heads of keys, 1024 keys and head_dim
+//     256: 13 to 15 us instead of 24
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "cluster.cuh"
 #include "copy.cuh"
@@ -18,8 +18,8 @@
 #include "wgmma.cuh"
 
 constexpr int CLUSTER = 8;  // blocks
-// So many clusters run at once: an H100's SMs are in eight GPCs of up to 18, one of which has fewer
-// than 16, and a cluster is in one GPC.
+// So many clusters run at once, at least: a cluster is in one GPC, of which an H100 has eight, of up to
+// 18 SMs. On the one that was measured 15 run: of its GPCs one has fewer than 16.
 constexpr int CLUSTERS = 14;
 constexpr int NUM_THREADS = 256;  // a warpgroup computes; another one copies
 constexpr int PRODUCER_WARP = 4;  // starts the copies of K and V; the next ones copy Q
@@ -304,7 +304,7 @@ __device__ void compute(const Work& work, SharedMemory& smem) {
     const int num_tiles = work.end - work.first;
     if (num_tiles > 0) {
         wait_for(smem.q_full, 0);
-        __syncwarp();  // a lane still waiting would miss the phases that the release allows
+        __syncwarp();
         start_s(0);
         wgmma_wait_group<0>(s_acc);
         release(smem.k_empty[0]);
@@ -434,8 +434,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREA
     cluster_wait();   // the mbarriers of all blocks are initialized
     if (warp == 0) send_part(work, smem);
     wait_for(smem.others_full, 0);
-    // A block may end when its part is with the others. (The cluster's barrier would say so, too, but
-    // each thread that arrives there waits for what it has stored.)
+    // A block may end when its part is with the others. (The cluster's barrier at the end would say so,
+    // too, but each thread that arrives there waits until its o has reached the L2.)
     if (threadIdx.x < work.team && threadIdx.x != work.rank)
         mbarrier_arrive_cluster_relaxed(smem.sent, work.in_cluster(threadIdx.x));
     merge(work, smem);

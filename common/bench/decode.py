@@ -11,8 +11,8 @@ skipped     the cells whose tensors do not fit into the device's memory, by name
 cells       in the order of common.problem.DECODE, each an interleaved run of its own
 routes      of a cell: which code a peer runs
 taken       of a cell: which of the steps attention() takes
-attentions  of a cell, by name: the steps and the peers, or why one is missing, as one for few rows
-            or few heads is where another one is taken
+attentions  of a cell, by name: the steps and the peers, or why one is missing, as those for few
+            rows and for few heads are where none of them is taken
 bytes_per_second    of an attention: q, k, v, o and lse, each moved once
 difference  of an attention: of its o from the step's, by comparison.difference_of()
 """
@@ -49,8 +49,8 @@ COPY_BYTES = 2 * 10**9
 COPY_ROUNDS = 20
 SEED = 0
 
-# Steps that read the keys again for each of their small work tiles: with many of these they would
-# take most of the time.
+# Steps that read the keys again for each of their small work tiles: where none of them is taken
+# there may be many of these, which would take most of the time.
 FEW_AGAIN = FEW_HEADS, FEW_ROWS
 
 # Rounds of a cell: as many as its share of the time allows, between bounds. All cells together take
@@ -120,7 +120,7 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
     """
     inputs = _make_inputs(case, backend.device)
     taken = _taken(steps, case)
-    compared = [step for step in steps if step == taken or step.few not in FEW_AGAIN]
+    compared = [step for step in steps if taken.few in FEW_AGAIN or step.few not in FEW_AGAIN]
     calls: dict[str, Callable[[], Outputs]] = {
         step.name: partial(run, backend, step, *inputs, **case.arguments) for step in compared
     }

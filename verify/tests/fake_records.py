@@ -20,17 +20,17 @@ from common.problem import (
 )
 from common.record_schema import CACHES, SDPA, SHARDED_ATTENTIONS
 from common.records import SCHEMA, host_hashes, model_hashes, picture_hashes, sharded_hashes
-from common.step import FEW_QUERIES, FEW_ROWS, Step
+from common.step import FEW_HEADS, FEW_ROWS, Step
 
 # Those that attention() takes where they run; what a record of training has.
 V_STEP, B_STEP = (
     [step for step in all_steps() if step.operation == operation and step.is_candidate()][-1]
     for operation in (FORWARD, BACKWARD)
 )
-# And for the few rows of a tiny model, or, where heads share keys, for its few queries.
-ROWS_STEP, QUERIES_STEP = (
+# And for the few keys of a tiny model, or, where they are more, for its few heads.
+ROWS_STEP, HEADS_STEP = (
     [step for step in all_steps() if step.few == few and not step.takes_lengths][-1]
-    for few in (FEW_ROWS, FEW_QUERIES)
+    for few in (FEW_ROWS, FEW_HEADS)
 )
 
 

@@ -26,6 +26,11 @@ from common.step import (
     FEW_ROWS,
     FEW_WORK_TILES,
     MERGED_ELEMENTS,
+    TEAM_BLOCKS,
+    TEAM_ROWS,
+    TEAMS,
+    TILE_DIM,
+    TILE_KEYS,
     TILE_ROWS,
     Parts,
     are_few,
@@ -37,6 +42,7 @@ from common.step import (
     read_step,
 )
 from verify.check import main as check
+from verify.tests.cpp_constants import constants
 
 NAMES = [step.name for step in all_steps()]
 LIMITS = "limits: bf16, fp16; head_dim 8-256 by 8; sm_80"
@@ -445,6 +451,13 @@ def test_what_one_block_merges(monkeypatch, batch, kv_heads, parts):
         monkeypatch.setattr("common.step.MERGED_ELEMENTS", elements)
         assert are_few_rows(*shape, 72) is (few == FEW_ROWS)
         assert few_of.__wrapped__(*shape, 1 << 20, 72, False) == few
+
+
+def test_sizes_of_the_rules_are_the_steps():
+    v18, v19 = constants("v18", TILE_DIM), constants("v19")
+    assert (v18["TILE_ROWS"], v18["BLOCK_N"]) == (TILE_ROWS, TILE_KEYS)
+    blocks = v19["CLUSTERS"] * v19["CLUSTER"]
+    assert (TEAM_ROWS, TEAMS[0], TEAM_BLOCKS) == (v19["BLOCK_M"], v19["CLUSTER"], blocks)
 
 
 @pytest.mark.parametrize(

@@ -254,10 +254,28 @@ def test_columns_are_those_of_q_or_of_v(head_dims):
     packer = pack.Packer(find_step("v15"), by_columns, plan, [1], spec, pack.simt_encoder(spec))
     _, blocks = packer(tensors, [1.0])
     assert blocks == [2 * 3]
-    assert launch.sizes_of(tensors) == (1, 2, 2, 5, 5, 0, 192)
+    assert launch.sizes_of(tensors) == (1, 2, 2, 5, 5, 0, 192, 5)
     if head_dim != v_head_dim:
         for wrong in ((v, v, v, v), (q, q, q, q), (q, q, v, q), (q, v, v, v)):
             assert packer((*wrong, tensors[4]), [1.0]) is None
+
+
+def test_rows_that_share_keys():
+    """One block for 64 queries of all heads that share their keys."""
+    by_rows = descriptor(0)
+    by_rows.kernels[0].grid[0] = launch.Extent(launch.GROUP_ROWS, 64)
+    spec, plan = Specialization(64, "bf16", causal=False), launch.read_plan(by_rows, 1)
+    packer = pack.Packer(find_step("v12"), by_rows, plan, [1], spec, pack.simt_encoder(spec))
+    for heads, seq_q, rows in ((6, 21, 63), (6, 22, 66), (2, 64, 64), (2, 65, 65)):
+        q = torch.zeros(1, heads, seq_q, 64, dtype=BF16)
+        k = q[:, :2, :9]
+        tensors = (q, k, k, q, q[..., 0].float())
+        assert launch.sizes_of(tensors)[launch.GROUP_ROWS] == rows
+        assert packer(tensors, [1.0])[1] == [heads * -(-rows // 64)]
+    # As many as 32 bits cannot count: a call for another step.
+    q = torch.zeros(1, 2**7, 1, 64, dtype=BF16).expand(-1, -1, 2**24, -1)
+    k, lse = q[:, :1, :9], torch.zeros(1).expand(1, 2**7, 2**24)
+    assert packer((q, k, k, q, lse), [1.0]) is None
 
 
 @pytest.mark.parametrize("sequences", [None, 3])
@@ -280,16 +298,16 @@ def test_queries_with_whole_tiles_for_each_sequence(sequences):
     _, blocks = packer(tensors, [1.0], lengths)
     assert blocks == [3 * -(-rows // 64)]
     sizes = launch.sizes_of(tensors, lengths)
-    assert sizes == (batch, 3, 3, 200, 200, rows, 64)
+    assert sizes == (batch, 3, 3, 200, 200, rows, 64, 200)
     assert plan.workspace_bytes(sizes) == [24 * -(-rows // 64) * 64]
     if batch == 2:
         assert packer(tensors, [1.0]) == packer(tensors, [1.0], lengths)
     too_many = torch.zeros(1, dtype=torch.int32).expand(2**24 + 1)  # 128 rows of each
     assert packer(tensors, [1.0], Lengths(too_many, too_many)) is None
-    with pytest.raises(UsageError, match=r"axis of size 5 in .* is one of 0, 1, 2, 3, 4 and 6,"):
+    with pytest.raises(UsageError, match=r"axis of size 5 in .* one of 0, 1, 2, 3, 4, 6 and 7,"):
         launch.read_plan(padded, 132)
-    padded.kernels[0].grid[0] = launch.Extent(launch.COLUMNS + 1, 64)
-    with pytest.raises(UsageError, match=r"size 7 in .* is one of 0, 1, 2, 3, 4, 5 and 6,"):
+    padded.kernels[0].grid[0] = launch.Extent(launch.GROUP_ROWS + 1, 64)
+    with pytest.raises(UsageError, match=r"size 8 in .* one of 0, 1, 2, 3, 4, 5, 6 and 7,"):
         launch.read_plan(padded, 132, True)
 
 

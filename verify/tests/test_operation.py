@@ -102,7 +102,7 @@ def make_packer(operation: Operation, spec: Specialization, encoder: MapEncoder,
 def test_another_operation_is_packed() -> None:
     q, k, do = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 4, 3, 16)[..., :8]
     tensors = (q, k, do, torch.zeros(1, 4, 3), torch.zeros(1, 4, 3, 8))
-    assert sizes_of(tensors) == (1, 4, 2, 3, 5, 0, 8)
+    assert sizes_of(tensors) == (1, 4, 2, 3, 5, 0, 8, 6)
     spec = specialization(tensors, causal=True)
     assert str(spec) == "d8_fp32_causal"
     packer = make_packer(GRADIENT_OF_Q, spec, simt_encoder(spec), do=Box(2, 4, 0))

@@ -25,7 +25,7 @@ from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from common.step import Step, read_step
 from verify.reference import gradients_reference
-from verify.tests.fake_records import B_STEP, V_STEP, fake_pictures
+from verify.tests.fake_records import B_STEP, HEADS_STEP, V_STEP, fake_pictures
 
 CELLS, EACH = pictures.CELLS, pictures.SEQ // pictures.CELLS
 
@@ -53,7 +53,7 @@ def heads_of(record: dict) -> dict[str, dict]:
 
 
 def test_the_steps_that_attention_takes_are_run(record) -> None:
-    assert list(record["sources"]) == [V_STEP.name, B_STEP.name]
+    assert list(record["sources"]) == [HEADS_STEP.name, B_STEP.name]
     assert find_error({"device": "a device", **record}, PICTURES_RECORD) is None
 
 
@@ -161,7 +161,7 @@ def test_of_what_is_not_finite_there_is_no_picture(tmp_path) -> None:
 
 def test_a_step_can_be_chosen() -> None:
     backend = CpuBackend()
-    assert [s.name for s in pictures.chosen_steps(backend, ["b06"])] == ["v12", "b06"]
+    assert [s.name for s in pictures.chosen_steps(backend, ["b06"])] == [HEADS_STEP.name, "b06"]
     assert [s.name for s in pictures.chosen_steps(backend, ["9", "b05"])] == ["v09", "b05"]
     with pytest.raises(UsageError, match=r"N='9 10' has two steps of one ladder"):
         pictures.chosen_steps(backend, ["9", "10"])
@@ -286,11 +286,11 @@ def test_the_steps_that_attention_takes_are_recorded(folders, monkeypatch, capsy
     monkeypatch.setattr(commands, "GpuBackend", CpuBackend)
     monkeypatch.setattr(pictures, "record_pictures", record_fake)
     monkeypatch.setattr(commands, "_report_regenerated", lambda: None)
-    for names in ([], [V_STEP.name, B_STEP.name]):
+    for names in ([], [HEADS_STEP.name, B_STEP.name]):
         assert commands.pictures(names) == 0
-    assert recorded == [(V_STEP, B_STEP)] * 2
+    assert recorded == [(HEADS_STEP, B_STEP)] * 2
     assert not build.exists()
-    assert f"{V_STEP.name} and {B_STEP.name}" in capsys.readouterr().out
+    assert f"{HEADS_STEP.name} and {B_STEP.name}" in capsys.readouterr().out
 
 
 def test_an_interrupted_run_keeps_the_old_record(folders, record, monkeypatch) -> None:

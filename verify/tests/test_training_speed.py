@@ -36,15 +36,15 @@ from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
 from verify.tests.fake_records import (
     B_STEP,
-    QUERIES_STEP,
+    HEADS_STEP,
     ROWS_STEP,
     V_STEP,
     fake_training_speed,
 )
 
 SDPA = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-TINY_LAYER = Problem(Shape(1, 4, 2, 33, 33, 16), "bf16", causal=True)
-TINY_LLAMA = replace(TINY_PLAN, size=LlamaSize(1, 4, 16, 32, kv_heads=2, mlp_width=96))
+TINY_LAYER = Problem(Shape(1, 4, 2, 136, 136, 16), "bf16", causal=True)
+TINY_LLAMA = replace(TINY_PLAN, size=LlamaSize(1, 4, 16, 136, kv_heads=2, mlp_width=96))
 TEXT = read_text([TINY_TEXT])
 
 
@@ -107,8 +107,8 @@ def test_llama_block_has_the_parameters_and_heads_of_its_size():
         given.extend(x.shape for x in (q, k, v))
         return SDPA(q, k, v)
 
-    logits = model(TEXT[None, :32].long(), attention)
-    assert logits.shape == (1, 32, 256)
+    logits = model(TEXT[None, : size.context].long(), attention)
+    assert logits.shape == (1, size.context, 256)
     assert given == [size.shape(1).q, size.shape(1).kv, size.shape(1).kv]
 
 
@@ -124,7 +124,7 @@ def test_llama_block_looks_back_only():
 def test_attentions_are_ours_and_the_peers(without_a_gpu):
     loaded = load_attentions(CpuBackend(), TINY_LAYER)
     assert list(loaded) == ["ours", "sdpa_flash", "sdpa_cudnn", "flash_attention_3"]
-    assert loaded["ours"].route == f"{QUERIES_STEP.name} and {B_STEP.name}"
+    assert loaded["ours"].route == f"{HEADS_STEP.name} and {B_STEP.name}"
     assert loaded["sdpa_flash"] == Differentiable(SDPA, "torch")
     assert loaded["sdpa_cudnn"] == "no sdpa_cudnn"
 
@@ -155,12 +155,12 @@ def test_measured_workloads(without_a_gpu, monkeypatch, tmp_path, tiny_corpus):
     path = measure_training_speed()
     assert path == tmp_path / "h200" / "training_speed.json"
     record = read_record(path, TRAINING_SPEED_RECORD)
-    taken = (ROWS_STEP, QUERIES_STEP, B_STEP)
+    taken = (ROWS_STEP, HEADS_STEP, B_STEP)
     assert sorted(record["sources"]) == sorted(step.name for step in taken)
     layer, gpt, llama = record["workloads"].values()
     assert layer["shape"] == TINY_LLAMA.problem.as_record()
     assert layer["attentions"]["flash_attention_3"] == {"missing": "no flash_attention_3"}
-    for workload, step in ((layer, QUERIES_STEP), (gpt, ROWS_STEP), (llama, QUERIES_STEP)):
+    for workload, step in ((layer, HEADS_STEP), (gpt, ROWS_STEP), (llama, HEADS_STEP)):
         ours = workload["attentions"]["ours"]
         assert ours["route"] == f"{step.name} and {B_STEP.name}"
         assert (ours["time_ms"], ours["peak_memory_bytes"]) == (2.0, 1000)

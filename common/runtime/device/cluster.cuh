@@ -6,7 +6,8 @@
 // A variable has the same place in every block's shared memory: functions that reach into another
 // block's take this block's variable and the rank of the block that is meant. That must have
 // started and not ended, and its mbarriers must be initialized: mbarrier_init, fence_mbarrier_init
-// and the cluster barrier at the beginning, and the cluster barrier again at the end, see to it.
+// and the cluster barrier at the beginning see to it, and at the end the cluster barrier again, or an
+// mbarrier at which all those arrive that reach into the block.
 //
 // What ordinary stores have written to global memory is passed on by the cluster barrier, and by
 // mbarrier_arrive_cluster to mbarrier_try_wait_parity_cluster. For that the arrival waits until all

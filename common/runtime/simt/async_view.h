@@ -22,7 +22,7 @@ class AsyncView {
           view(writers.size() * WORD_BYTES) {}
 
     void begin_block() {
-        memcpy(view.data(), smem.data, smem.bytes);  // poison of either kind
+        std::copy_n(smem.data, smem.bytes, view.begin());  // poison of either kind
         for (int& writer : writers) writer = NOBODY;
         for (int& number : num_written) number = 0;
     }
