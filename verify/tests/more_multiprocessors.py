@@ -81,9 +81,11 @@ def write_schedule(folder: Path, step: Step, body: str, calls: Sequence[Sizes]) 
     return write_beside(folder, step, "schedule", _SHAPE.format(sizes=sizes) + body)
 
 
-def ask_schedule(schedule: Step, sizes: Sizes, scenario: int, width: int) -> list[list[int]]:
+def ask_schedule(
+    schedule: Step, sizes: Sizes, scenario: int, width: int, head_dim: int = 8
+) -> list[list[int]]:
     """The numbers of each block, of which there is room for so many."""
-    q = torch.zeros(1, 1, sizes.blocks, 8, dtype=torch.float16)
+    q = torch.zeros(1, 1, sizes.blocks, head_dim, dtype=torch.float16)
     lse = torch.zeros(sizes.blocks * width)
     CpuBackend().launch(
         schedule, q, q, q, torch.zeros_like(q), lse, causal=sizes.causal, softmax_scale=scenario

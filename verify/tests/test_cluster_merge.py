@@ -26,6 +26,7 @@ from verify.inputs import walks
 from verify.layouts import packed, padded, transposed
 from verify.tests.more_multiprocessors import (
     Call,
+    ask_schedule,
     check_applies,
     check_call,
     check_rejected,
@@ -146,19 +147,6 @@ SCHEDULE = f"""
 """
 
 
-def ask(schedule: Step, sizes: Sizes, head_dim: int) -> list[list[int]]:
-    """The numbers of each block."""
-    q = torch.zeros(1, 1, sizes.blocks, head_dim, dtype=FP16)
-    lse = torch.zeros(sizes.blocks * WIDTH)
-    CpuBackend().launch(
-        schedule,
-        *(q, q, q, torch.zeros_like(q), lse),
-        causal=sizes.causal,
-        softmax_scale=CALLED.index(sizes),
-    )
-    return lse.view(sizes.blocks, WIDTH).int().tolist()
-
-
 def write(folder: Path, step: Step) -> Step:
     return in_clusters(
         write_schedule(folder, step, SCHEDULE, CALLED), f"__cluster_dims__({CLUSTER})"
@@ -190,7 +178,7 @@ def check_schedule(step: Step) -> None:
 
 def check_shares(schedule: Step, sizes: Sizes, team: int, head_dim: int) -> None:
     work_tiles = sizes.work_tiles
-    blocks = ask(schedule, sizes, head_dim)
+    blocks = ask_schedule(schedule, sizes, CALLED.index(sizes), WIDTH, head_dim)
     stay = [number for number, (leaves, *_) in enumerate(blocks) if not leaves]
     assert stay == list(range(team * len(work_tiles)))
 
