@@ -25,10 +25,8 @@ constexpr int Q_WARPS = 3;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 constexpr int BLOCK_M = 64;                          // rows of a warpgroup
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
-constexpr int NUM_STAGES =                           // tiles of K, and of V, in shared memory
-    HEAD_DIM <= 64    ? 6
-    : HEAD_DIM <= 192 ? 3
-                      : 2;
+constexpr int NUM_STAGES = 2;                        // tiles of K, and of V, in shared memory
+constexpr int Q_TILES = HEAD_DIM <= 192 ? 4 : 2;     // of Q, BLOCK_M rows each
 // Two warpgroups multiply in turn, but not where each has fewer keys at a time.
 constexpr bool TAKE_TURNS = BLOCK_N == 128;
 constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the other's follows
@@ -80,10 +78,10 @@ struct Segment {
 };
 
 struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
-    Tile<BLOCK_M> q[CONSUMERS];      // of two warpgroups, or of two work tiles of one
+    Tile<BLOCK_M> q[Q_TILES];        // a work tile has one for each warpgroup with rows
     Tile<BLOCK_N> k[NUM_STAGES], v[NUM_STAGES];
-    Mbarrier q_full[2], k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
-    Mbarrier q_empty[2], k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it
+    Mbarrier q_full[Q_TILES], k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
+    Mbarrier q_empty[Q_TILES], k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it
     Segment segments[SEGMENT_STAGES];
     Mbarrier segment_full[SEGMENT_STAGES], segment_empty[SEGMENT_STAGES];
     int consumers;  // warpgroups that have rows
@@ -189,13 +187,15 @@ __device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
     return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
 }
 
-// The place of a segment's Q, by the segment's number: in turn one of two, or a warpgroup's.
+// The place of a segment's Q, by the segment's number: in turn one of as many as there is room for.
 struct QPlace {
     int stage, phase;
+    int tile;  // the first of its tiles
 
-    __device__ QPlace(int consumers, int number)
-        : stage(consumers == 1 ? number % CONSUMERS : 0),
-          phase(consumers == 1 ? number / CONSUMERS : number) {}
+    __device__ QPlace(int consumers, int number) {
+        const int stages = Q_TILES / consumers;
+        stage = number % stages, phase = number / stages, tile = stage * consumers;
+    }
 };
 
 // ---- copy Q, whose rows are of several heads: no box of a tensor map. By Q_WARPS warps. What stays
@@ -217,7 +217,7 @@ __device__ void load_q(const LengthsParams& p, SharedMemory& smem) {
             const Element* q = p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
                                (segment.q_begin + row / group) * p.q_stride.row + d;
             const bool valid = d < HEAD_DIM;
-            cp_async_cg(swizzled(smem.q[place.stage + local / BLOCK_M], local % BLOCK_M, d),
+            cp_async_cg(swizzled(smem.q[place.tile + local / BLOCK_M], local % BLOCK_M, d),
                         valid ? q : p.q, valid);
         }
         cp_async_commit_group();
@@ -395,7 +395,7 @@ __device__ void compute(const LengthsParams& p, SharedMemory& smem) {
         const QPlace place(smem.consumers, i);
         wait_for(smem.q_full[place.stage], place.phase);
         __syncwarp();  // a lane still waiting would miss the phases that the release allows
-        const Tile<BLOCK_M>& q = smem.q[place.stage + warpgroup];
+        const Tile<BLOCK_M>& q = smem.q[place.tile + warpgroup];
         const int first_row = segment.first_row + BLOCK_M * warpgroup + warp_row;
         const auto own_key = [&](int row) { return segment.own_key + row / group; };
         // All of the warp's rows see the keys from clear_begin to before clear_end.
@@ -530,22 +530,34 @@ __device__ void compute(const LengthsParams& p, SharedMemory& smem) {
         for (int r = 0; r < 2; ++r) {
             row_sum[r] = quad_sum(row_sum[r]);
             const int local = warp_row + 8 * r + lane / 4, row = first_row + 8 * r + lane / 4;
-            if (row >= segment.rows) continue;
+            if (first_row + 8 * r >= segment.rows) continue;  // for the whole warp
+            const bool is_there = row < segment.rows;
             if (segment.is_whole) {
                 const int query = segment.q_begin + row / group;
                 const int head = segment.kv_head * group + row % group;
                 const float inverse = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
                 Element* o = p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head +
-                             query * p.o_stride.row + 2 * (lane % 4);
+                             query * p.o_stride.row;
+                // As in v13: four lanes write 32 bytes of a row, at once.
+                const int odd = lane % 2;
 #pragma unroll
-                for (int n = 0; n < HEAD_DIM / 8; ++n)
-                    *reinterpret_cast<uint32_t*>(o + 8 * n) = cvt_rn_x2<Element>(
-                        o_acc[n][2 * r] * inverse, o_acc[n][2 * r + 1] * inverse);
-                if (lane % 4 == 0)
+                for (int n = 0; n < DIM / 8; n += 2) {
+                    uint32_t pair[2];
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        pair[i] = cvt_rn_x2<Element>(o_acc[n + i][2 * r] * inverse,
+                                                     o_acc[n + i][2 * r + 1] * inverse);
+                    const uint32_t theirs = __shfl_xor_sync(0xffffffff, odd ? pair[0] : pair[1], 1);
+                    const uint32_t low = odd ? theirs : pair[0], high = odd ? pair[1] : theirs;
+                    const int d = 8 * (n + odd) + lane % 4 / 2 * 4;
+                    if (is_there && d < HEAD_DIM)
+                        *reinterpret_cast<uint64_t*>(o + d) = uint64_t(high) << 32 | low;
+                }
+                if (is_there && lane % 4 == 0)
                     p.lse[(int64_t(segment.batch) * p.heads + head) * p.seq_q + query] =
                         row_sum[r] == 0.0f ? -INFINITY
                                            : (row_max[r] + lg2_approx_ftz(row_sum[r])) * LN_2;
-            } else {
+            } else if (is_there) {
 #pragma unroll
                 for (int n = 0; n < HEAD_DIM / 8; ++n)
                     *reinterpret_cast<float2*>(&part.o[local][8 * n + 2 * (lane % 4)]) =
@@ -575,7 +587,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         if (threadIdx.x % 32 == 0) {
             smem.consumers = consumers;
 #pragma unroll
-            for (int stage = 0; stage < CONSUMERS; ++stage) {
+            for (int stage = 0; stage < Q_TILES; ++stage) {
                 mbarrier_init(smem.q_full[stage], Q_WARPS);
                 mbarrier_init(smem.q_empty[stage], 4 * consumers);
             }
