@@ -28,6 +28,7 @@ constexpr int BLOCK_N =                  // keys of a tile
     : HEAD_DIM <= 192 ? 96
                       : 64;
 constexpr int NUM_STAGES = CONSUMERS;             // tiles of K, and of V, in shared memory
+constexpr bool IS_PACED = HEAD_DIM > 64;          // as in v13
 constexpr int Q_STAGES = HEAD_DIM <= 64 ? 2 : 1;  // and of Q
 constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
@@ -285,6 +286,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         int v_row, v_head, v_batch;  // of the tile before
         const auto load_v = [&] {
             const Place<NUM_STAGES> before = place.before();
+            if (IS_PACED && before.number > 0)
+                wait_for(smem.v_full[before.before().stage()], before.before().phase());
             wait_for(smem.v_empty[before.stage()], before.phase() - 1);
             load_tile<BLOCK_N>(smem.v[before.stage()], p.v_map, v_row, v_head, v_batch,
                                smem.v_full[before.stage()]);
@@ -293,6 +296,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             const WorkTile work = schedule.at(i);
             const int kv_head = work.head / (p.heads / p.kv_heads);
             for (int tile = work.first; tile < work.end; ++tile, ++place.number) {
+                if (IS_PACED && place.number > 0)
+                    wait_for(smem.k_full[place.before().stage()], place.before().phase());
                 wait_for(smem.k_empty[place.stage()], place.phase() - 1);
                 load_tile<BLOCK_N>(smem.k[place.stage()], p.k_map, tile * BLOCK_N, kv_head,
                                    work.batch, smem.k_full[place.stage()]);
