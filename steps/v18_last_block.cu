@@ -22,10 +22,12 @@ constexpr int BLOCK_M = 64;                          // rows of a product, 16 of
 constexpr int WARP_ROWS = 8;                         // of those, the ones that are used
 constexpr int TILE_ROWS = 4 * WARP_ROWS;             // rows of a work tile
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
-constexpr int NUM_STAGES = HEAD_DIM <= 64 ? 4 : 2;   // tiles of K, and of V, in shared memory
-constexpr int Q_STAGES = 2;                          // work tiles whose Q is there
-constexpr int PART_BARRIER = 1;                      // of the warpgroup that computes
-constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
+constexpr int NUM_STAGES = 2;                        // tiles of K, and of V, in shared memory
+// As in v13: the more is on its way to all SMs, the slower DRAM is.
+constexpr bool IS_PACED = HEAD_DIM > 64;
+constexpr int Q_STAGES = 2;      // work tiles whose Q is there
+constexpr int PART_BARRIER = 1;  // of the warpgroup that computes
+constexpr int PANEL = 64;        // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 
@@ -45,6 +47,8 @@ enum PartKind { ENDS, GOES_ON };
 struct Parts {
     Part part[2];
 };
+// From so many tiles of keys on for each block, equal shares for all of them are worth their merging.
+constexpr int LONG_SHARE = 512;
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
 constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
 constexpr int MERGED_AT_ONCE = 8;           // and of so many parts at a time
@@ -106,13 +110,15 @@ struct Schedule {
           works(uint32_t(p.batch) * p.kv_heads * row_tiles),
           blocks(min(grid, MAX_BLOCKS)) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
-        // of each, where that keeps nine tenths of the blocks busy.
+        // of each, where that keeps nine tenths of the blocks busy, or all of them, if it takes long.
         const uint32_t idle = ((works - 1) / blocks + 1) * blocks - works;
         const bool is_even = works >= blocks && works >= 9 * idle;
         is_whole = is_even || uint64_t(works) * tiles > UINT32_MAX;
         if (is_whole) return;
         parts = blocks / works;
-        if (10 * works * parts < 9 * blocks) parts = 0;
+        const uint32_t busy = works * parts;
+        const bool is_long = works * tiles >= LONG_SHARE * blocks;
+        if (10 * busy < 9 * blocks || (busy < blocks && is_long)) parts = 0;
         if (parts > 0) {
             parts = min(parts, tiles);
             is_whole = parts == 1;
@@ -259,9 +265,13 @@ __device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemo
         const Segment segment = share.at(i);
         for (int tile = segment.first; tile < segment.end; ++tile, ++number) {
             const int stage = number % NUM_STAGES, phase = number / NUM_STAGES;
+            const int before = number - 1;
+            const bool is_paced = IS_PACED && number > 0;
+            if (is_paced) wait_for(smem.k_full[before % NUM_STAGES], before / NUM_STAGES);
             wait_for(smem.k_empty[stage], phase - 1);
             load_tile(smem.k[stage], p.k_map, tile * BLOCK_N, segment.kv_head, segment.batch,
                       smem.k_full[stage]);
+            if (is_paced) wait_for(smem.v_full[before % NUM_STAGES], before / NUM_STAGES);
             wait_for(smem.v_empty[stage], phase - 1);
             load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, segment.kv_head, segment.batch,
                       smem.v_full[stage]);

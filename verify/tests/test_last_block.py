@@ -119,6 +119,15 @@ SHARING = [
     (Sizes(10, 10, 3, 3), 9),
     (Sizes(20, 7, 9, 9), 18),
     (Sizes(144, MOST_TILES), 144),
+    # Or all, where each has 512 tiles: these are long.
+    (Sizes(132, 528, 128, 128), 132),
+    (Sizes(132, 527, 128, 128), None),
+    (Sizes(132, 1056, 64, 64), 132),
+    (Sizes(132, 1055, 64, 64), 128),
+    (Sizes(10, 569, 9, 9), 10),
+    (Sizes(10, 568, 9, 9), None),
+    (Sizes(132, 5000, 33, 33), 132),
+    (Sizes(132, 600, 8, 8), 128),
     # No more than there are tiles.
     (Sizes(132, 3), 3),
     (Sizes(132, 64), 64),
