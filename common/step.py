@@ -49,9 +49,10 @@ HEAD_DIMS = range(8, 1025, 8)  # those that the cases of verify/ cover: a step c
 LARGE_HEAD_DIM = 256  # a larger head_dim is large; so is one that v does not share
 MULTIPROCESSORS = 132  # of an H100 or H200
 # What are_few_keys() and are_few_rows() reckon with: the rows of v18's work tile; the keys of one
-# of its tiles, up to a head_dim; and how much one block of an H100 merges as quickly as v13's
-# second kernel does.
-TILE_ROWS, TILE_KEYS, TILE_DIM, MERGED_ELEMENTS = 32, 128, 128, 2**15
+# of its tiles, up to a head_dim; how many it computes on its own as quickly as other steps share
+# them out; and how much one block of an H100 merges as quickly as v13's second kernel does.
+TILE_ROWS, TILE_KEYS, TILE_DIM, WHOLE_KEYS, MERGED_ELEMENTS = 32, 128, 128, 1024, 2**15
+WARPGROUP_ROWS = 64  # of any step's
 # And are_of_few_heads(): the rows of v19's work tile, how many blocks may share its keys, and how
 # many of these run at once. Where idle multiprocessors could have taken more than UNSHARED_KEYS
 # keys off each block, v13 was faster. v18 was, with so few rows of so few elements; and v17 or v13,
@@ -62,12 +63,15 @@ TEAM_KEYS = 1024
 # And are_few(). From 640 to 896 IDLE_KEYS calls took as long on an H100, in the geometric mean, and
 # longer with 512 or 1024.
 BLOCK_QUERIES, MERGED_ROWS, IDLE_KEYS = 128, 128, 768
+PACKED_KEYS = 2048  # and are_faster_together(): v12 was faster with 1024
+SECOND_ROUND_KEYS = 3072  # and _are_idle(): v12 was faster with 1900, and slower with 4500
 UNEQUAL_KEYS = 2048  # and few_with()
-# And are_few_work_tiles(). Up to this head_dim a work tile has BLOCK_QUERIES and a half. v17 was
-# faster from 2048 keys on, with 32 and with 64 work tiles, and with 1024 slower. And beside v12's
-# shares from so many elements of a head's K on, in so many rounds.
-THREE_WARPGROUPS_DIM, IDLE_KEYS_OF_TILES = 96, 960
-SHARED_ELEMENTS, SHARED_ROUNDS = 2**20, 4
+# And few_of() and are_few_work_tiles(). Up to this head_dim a work tile has BLOCK_QUERIES and a
+# half. v17 was faster from 2048 keys on, with 32 and with 64 work tiles, and with 1024 slower; and
+# v13 up to HALF_KEYS, where BLOCK_QUERIES are all that there are. Beside v12's shares v17 was from
+# so many elements of a head's K on, in so many rounds, and v13, with less to read, from fewer.
+THREE_WARPGROUPS_DIM, IDLE_KEYS_OF_TILES, HALF_KEYS = 96, 960, 4096
+SHARED_ELEMENTS, SHARED_ROUNDS, MERGED_SHARED_ELEMENTS = 2**20, 4, 2**18
 
 
 @dataclass(frozen=True)
@@ -175,12 +179,20 @@ class Step:
 def are_few_keys(
     batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int
 ) -> bool:
-    """Whether v18 has a tile of keys for each of its work tiles, and a multiprocessor: there is
-    nothing to share out and to merge, and no other step is as quick to start.
+    """Whether keys are so few that v18 is faster than any step that shares them out: no other one
+    is as quick to start.
+
+    They are, where each of its work tiles has a multiprocessor, and a tile of keys; or up to
+    WHOLE_KEYS, where they keep nine tenths of MULTIPROCESSORS busy, so that nothing is merged. With
+    a larger head_dim only the latter, of more queries than one of v12's warpgroups has.
     """
-    if seq_k > TILE_KEYS or head_dim > TILE_DIM:
+    work = _work_tiles(batch, heads, kv_heads, seq_q, TILE_ROWS)
+    if work > MULTIPROCESSORS:
         return False
-    return _work_tiles(batch, heads, kv_heads, seq_q, TILE_ROWS) <= MULTIPROCESSORS
+    if head_dim <= TILE_DIM and seq_k <= TILE_KEYS:
+        return True
+    are_whole = 10 * work >= 9 * MULTIPROCESSORS and seq_k <= WHOLE_KEYS
+    return are_whole and (head_dim <= TILE_DIM or seq_q > WARPGROUP_ROWS)
 
 
 def are_of_few_heads(
@@ -189,22 +201,34 @@ def are_of_few_heads(
     """Whether the queries of heads that share keys are so few work tiles that v19 is faster than
     v18, v13, v17 and v12.
 
-    They are, where each can have a team of two blocks or more, and no block more than TILE_KEYS; or
-    where it has more, unless the multiprocessors without a team would be idle for too long, v18's
-    parts are very small, or more than MERGED_ROWS share more than TEAM_KEYS for a block.
+    They are, where each can have a team of two blocks or more, or four with a larger head_dim than
+    TILE_DIM, and no block more than TILE_KEYS; or where it has more, unless the multiprocessors
+    without a team would be idle for too long, v18's parts are very small, or more than MERGED_ROWS
+    share more than TEAM_KEYS for a block.
     """
     work = _work_tiles(batch, heads, kv_heads, seq_q, TEAM_ROWS)
-    team = next((team for team in TEAMS if work * team <= TEAM_BLOCKS), 0)
-    if seq_k <= TILE_KEYS * team:
-        return True
-    rows = seq_q * heads  # of all heads: without divisions by what is refused later if it is 0
-    is_small = rows <= SMALL_ROWS * kv_heads and rows * head_dim <= SMALL_ELEMENTS * kv_heads
-    if is_small and are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
+    for team in TEAMS:
+        if work * team <= TEAM_BLOCKS:
+            break
+    else:
         return False
-    if rows > MERGED_ROWS * kv_heads and seq_k > TEAM_KEYS * team:
+    if seq_k <= TILE_KEYS * team:
+        return team > 2 or head_dim <= TILE_DIM
+    if _share_a_head(heads, kv_heads, seq_q, SMALL_ROWS):
+        is_small = seq_q * heads * head_dim <= SMALL_ELEMENTS * kv_heads
+        if is_small and are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
+            return False
+    if seq_k > TEAM_KEYS * team and not _share_a_head(heads, kv_heads, seq_q, MERGED_ROWS):
         return False
     idle = MULTIPROCESSORS - work * team
     return idle * seq_k <= MULTIPROCESSORS * UNSHARED_KEYS * team
+
+
+def _share_a_head(heads: int, kv_heads: int, seq_q: int, rows: int) -> bool:
+    """Whether at most so many rows share a head of keys: without a division by what is refused
+    later, if it is 0.
+    """
+    return seq_q * heads <= rows * kv_heads
 
 
 def _work_tiles(batch: int, heads: int, kv_heads: int, seq_q: int, tile_rows: int) -> int:
@@ -218,52 +242,80 @@ def are_few_rows(batch: int, heads: int, kv_heads: int, seq_q: int, head_dim: in
     They are one work tile's, of TILE_ROWS at most, and their parts, on as many blocks as there are
     multiprocessors for each head of keys, have MERGED_ELEMENTS at most.
     """
-    queries = seq_q * heads  # of all heads: without divisions by what is refused later if it is 0
     parts = max(1, MULTIPROCESSORS // max(1, batch * kv_heads))
-    elements = queries * head_dim * parts
-    return queries <= TILE_ROWS * kv_heads and elements <= MERGED_ELEMENTS * kv_heads
-
-
-def are_few(batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int) -> bool:
-    """Whether queries are few for the keys that they see: v13 is faster there than v12.
-
-    Those of heads that share keys are, where they are MERGED_ROWS at most, together: the keys are
-    then read once. All are, where v12, a block of which takes BLOCK_QUERIES of a head through all
-    keys, leaves a quarter of MULTIPROCESSORS or more without work, and for so long that it is worth
-    splitting the keys and merging the parts: as long as IDLE_KEYS keys take on all of them.
-    """
-    if heads > kv_heads and seq_q * heads <= MERGED_ROWS * kv_heads:
-        return True
-    return _are_idle(batch * heads * -(-seq_q // BLOCK_QUERIES), seq_k, IDLE_KEYS)
-
-
-def are_few_work_tiles(work: int, seq_k: int, head_dim: int, causal: bool) -> bool:
-    """Whether so many work tiles, several of which look at the same keys, are few for these: v17 is
-    faster there than v12.
-
-    Either v12 has no work for a quarter of MULTIPROCESSORS or more, as in are_few(). Or it shares
-    out the tiles of a few rounds, which keep nine tenths of MULTIPROCESSORS busy as they are, and
-    takes work tiles that look at the same keys out of step. With THREE_WARPGROUPS_DIM it computes
-    for so long that this does not matter, and with a causal mask it shares nothing out.
-    """
-    if _are_idle(work, seq_k, IDLE_KEYS_OF_TILES):
-        return True
-    rounds = -(-work // MULTIPROCESSORS)
+    elements = seq_q * heads * head_dim * parts  # of all heads
     return (
-        not causal
-        and head_dim > THREE_WARPGROUPS_DIM
-        and 1 < rounds <= SHARED_ROUNDS
-        and 10 * work >= 9 * rounds * MULTIPROCESSORS
-        and seq_k * head_dim >= SHARED_ELEMENTS
+        _share_a_head(heads, kv_heads, seq_q, TILE_ROWS) and elements <= MERGED_ELEMENTS * kv_heads
     )
 
 
-def _are_idle(work: int, seq_k: int, idle_keys: int) -> bool:
-    """Whether so many work tiles leave a quarter of MULTIPROCESSORS or more without work, and for
-    as long as idle_keys take on all of them.
+def are_few(batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int) -> bool:
+    """Whether queries are few for the keys that they see: v16 is faster there than v14.
+
+    Those of heads that share keys are, where they are MERGED_ROWS at most, together: the keys are
+    then read once. All are, where v14, a block of which takes BLOCK_QUERIES of a head through all
+    keys, leaves multiprocessors idle for so long that it is worth splitting the keys and merging
+    the parts: as long as IDLE_KEYS keys take on all of them.
     """
-    idle = MULTIPROCESSORS - work
-    return 4 * idle >= MULTIPROCESSORS and idle * seq_k >= MULTIPROCESSORS * idle_keys
+    if heads > kv_heads and _share_a_head(heads, kv_heads, seq_q, MERGED_ROWS):
+        return True
+    return _are_idle(_work_tiles_alone(batch, heads, seq_q), seq_k, IDLE_KEYS)
+
+
+def are_faster_together(together: int, alone: int, seq_k: int, are_merged: bool) -> bool:
+    """Whether v13, for which the rows that share keys are so many work tiles, is faster than v12,
+    for which each head's are on their own: it reads the keys less often.
+
+    They must be half as many, at most; and there must be PACKED_KEYS, or more than a round of v12's
+    where v13 reads each key once, as the rows are MERGED_ROWS at most; or three of its rounds for
+    one of v13's.
+    """
+    if 2 * together > alone:
+        return False
+    if seq_k >= PACKED_KEYS or (are_merged and alone > MULTIPROCESSORS):
+        return True
+    return 3 * -(-together // MULTIPROCESSORS) <= -(-alone // MULTIPROCESSORS)
+
+
+def _work_tiles_alone(batch: int, heads: int, seq_q: int) -> int:
+    """How many there are, each of up to BLOCK_QUERIES of one head."""
+    return batch * heads * -(-seq_q // BLOCK_QUERIES)
+
+
+def are_few_work_tiles(work: int, seq_k: int, head_dim: int, causal: bool, is_wide: bool) -> bool:
+    """Whether so many work tiles, several of which look at the same keys, are few for these: v17 is
+    faster there than v12.
+
+    Either v12 leaves multiprocessors idle, as in are_few(). Or it shares out the tiles of a few
+    rounds, which keep nine tenths of MULTIPROCESSORS busy as they are, and takes work tiles that
+    look at the same keys out of step. Where work tiles are not is_wide, it computes for so long
+    that this does not matter, and with a causal mask it shares nothing out.
+    """
+    if _are_idle(work, seq_k, IDLE_KEYS_OF_TILES, causal):
+        return True
+    if causal or not is_wide or not 1 < _full_rounds(work) <= SHARED_ROUNDS:
+        return False
+    return seq_k * head_dim >= SHARED_ELEMENTS
+
+
+def _full_rounds(work: int) -> int:
+    """How many so many work tiles take, if they keep nine tenths of MULTIPROCESSORS busy, or 0."""
+    rounds = -(-work // MULTIPROCESSORS)
+    return rounds if 10 * work >= 9 * rounds * MULTIPROCESSORS else 0
+
+
+def _are_idle(work: int, seq_k: int, idle_keys: int, causal: bool = False) -> bool:
+    """Whether v12 leaves a quarter of MULTIPROCESSORS or more without any of so many work tiles,
+    and for as long as idle_keys take on all of them.
+
+    A causal mask's it does not share out: with two rounds the same holds for those of both, and for
+    SECOND_ROUND_KEYS.
+    """
+    rounds = 2 if causal and work > MULTIPROCESSORS else 1
+    idle = rounds * MULTIPROCESSORS - work
+    if 4 * idle < rounds * MULTIPROCESSORS:
+        return False
+    return idle * seq_k >= MULTIPROCESSORS * (idle_keys if rounds == 1 else SECOND_ROUND_KEYS)
 
 
 @lru_cache(maxsize=1024)  # the layers of a model, and its next words, make the same calls
@@ -280,16 +332,24 @@ def few_of(
         return FEW_HEADS
     if are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
         return FEW_ROWS
-    are_merged = seq_q * heads <= MERGED_ROWS * kv_heads
-    alone = batch * heads * -(-seq_q // BLOCK_QUERIES)
-    are_fewer = _work_tiles(batch, heads, kv_heads, seq_q, MERGED_ROWS) < alone
-    if (are_merged or are_fewer) and are_few(batch, heads, kv_heads, seq_q, seq_k):
+    are_merged = _share_a_head(heads, kv_heads, seq_q, MERGED_ROWS)
+    alone = _work_tiles_alone(batch, heads, seq_q)
+    together = _work_tiles(batch, heads, kv_heads, seq_q, MERGED_ROWS)
+    are_idle = _are_idle(alone, seq_k, IDLE_KEYS, causal)
+    if are_idle and (are_merged or together < alone):
         return FEW_QUERIES
-    if are_merged:
-        return None
+    if are_faster_together(together, alone, seq_k, are_merged):
+        return FEW_QUERIES
     is_wide = head_dim > THREE_WARPGROUPS_DIM
+    if are_merged:
+        # Few only where v12, which shares out their keys, reads these more slowly than v13.
+        is_slower = is_wide and not causal and _full_rounds(alone) > 1
+        return FEW_QUERIES if is_slower and seq_k * head_dim >= MERGED_SHARED_ELEMENTS else None
+    is_half = seq_q <= BLOCK_QUERIES  # of a work tile for three warpgroups they keep two busy
     work = batch * heads * -(-seq_q // (BLOCK_QUERIES if is_wide else 3 * BLOCK_QUERIES // 2))
-    return FEW_WORK_TILES if are_few_work_tiles(work, seq_k, head_dim, causal) else None
+    if not are_few_work_tiles(work, seq_k, head_dim, causal, is_wide or is_half):
+        return None
+    return FEW_QUERIES if is_half and not is_wide and seq_k <= HALF_KEYS else FEW_WORK_TILES
 
 
 def few_with(
