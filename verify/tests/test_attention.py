@@ -109,7 +109,7 @@ def test_what_attention_takes_for_few_rows() -> None:
     newest = [step.name for step in all_steps() if step.few == FEW_ROWS][-1]
     for heads, kv_heads, seq_q, is_few in ((16, 16, 32, True), (32, 8, 8, True), (32, 8, 9, False)):
         q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(8, heads, seq_q, -1)
-        k = q[:, :1, :1].expand(-1, kv_heads, 1024, -1)
+        k = q[:, :1, :1].expand(-1, kv_heads, 1025, -1)
         for causal in (False, True):
             assert (_newest(FORWARD, (q, k, k), causal) == newest) is is_few
 

@@ -474,6 +474,18 @@ def test_sizes_of_the_rules_are_the_steps():
         ((67, 2, 2, 1, 1, 64), False),
         ((1, 32, 8, 132, 128, 64), False),
         ((1, 32, 8, 128, 128, 64), True),
+        # 1024 keys, where 119 or more work tiles keep nine tenths of the multiprocessors busy.
+        ((1, 32, 8, 128, 1024, 128), True),
+        ((1, 32, 8, 128, 1025, 128), False),
+        ((17, 7, 7, 32, 1024, 64), True),
+        ((2, 59, 59, 32, 1024, 64), False),
+        ((1, 33, 33, 128, 1024, 64), True),
+        ((1, 133, 133, 32, 1024, 64), False),
+        # With a larger head_dim only of more than 64 queries.
+        ((1, 44, 44, 65, 1024, 256), True),
+        ((1, 44, 44, 65, 1025, 256), False),
+        ((1, 66, 66, 64, 1024, 256), False),
+        ((1, 66, 66, 64, 1024, 128), True),
     ],
 )
 def test_keys_are_few(shape, few):
@@ -491,6 +503,10 @@ def test_keys_are_few(shape, few):
         ((7, 64, 8, 9, 256, 128), False),
         ((7, 64, 8, 8, 1, 8), True),
         ((57, 1, 1, 1, 1, 128), False),
+        # With a larger head_dim two blocks, not four, must have more than two tiles of keys.
+        ((7, 64, 8, 8, 256, 136), False),
+        ((7, 64, 8, 8, 257, 136), True),
+        ((7, 32, 4, 8, 256, 136), True),
         # So few rows are v18's, unless no block has more than a tile of keys: 2, 4 or 8 of these.
         ((7, 64, 8, 1, 256, 128), True),
         ((7, 64, 8, 1, 257, 128), False),
@@ -548,7 +564,7 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
     [
         # 32 heads on 8, 128 queries of each: 32 work tiles, whose keys are worth cutting.
         ((1, 32, 8, 128, 1268, 128, False), FEW_WORK_TILES),
-        ((1, 32, 8, 128, 1268, 64, True), FEW_WORK_TILES),
+        ((1, 32, 32, 192, 1268, 64, True), FEW_WORK_TILES),
         ((1, 32, 8, 128, 1267, 256, False), None),
         # 128 rows share keys, or more.
         ((1, 32, 8, 32, 131072, 128, False), FEW_QUERIES),
@@ -558,8 +574,39 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
         ((1, 32, 8, 33, 131072, 128, False), FEW_QUERIES),
         ((1, 32, 8, 96, 131072, 128, True), FEW_QUERIES),
         ((1, 32, 8, 97, 131072, 128, False), FEW_WORK_TILES),
-        # That is no reason where v12 leaves no multiprocessor idle.
-        ((4, 32, 8, 33, 131072, 128, True), None),
+        # Half as many, and 2048 keys.
+        ((8, 32, 8, 48, 2048, 128, True), FEW_QUERIES),
+        ((8, 32, 8, 48, 2047, 128, True), None),
+        ((8, 32, 8, 65, 2048, 128, False), None),  # 192 and 256
+        # With fewer keys, if they are 128 rows at most, and more than a round of v12's.
+        ((4, 64, 8, 16, 1025, 128, False), FEW_QUERIES),
+        ((4, 32, 8, 32, 1025, 128, False), None),
+        ((4, 32, 8, 32, 2048, 128, False), FEW_QUERIES),
+        ((5, 32, 8, 32, 1025, 128, False), FEW_QUERIES),
+        # Or if a round of v13's is three of v12's, at least.
+        ((8, 64, 8, 32, 512, 128, False), FEW_QUERIES),
+        ((4, 64, 8, 32, 512, 128, False), None),
+        ((9, 64, 8, 32, 512, 128, False), None),  # two are five
+        # All multiprocessors are busy; but of a causal mask's two rounds a quarter of the second's.
+        ((1, 24, 24, 768, 3380, 128, True), FEW_WORK_TILES),
+        ((1, 24, 24, 768, 3379, 128, True), None),
+        ((1, 24, 24, 768, 131072, 128, False), None),
+        ((1, 33, 33, 768, 8192, 128, True), FEW_WORK_TILES),
+        ((1, 67, 67, 384, 8192, 128, True), None),
+        ((5, 28, 28, 128, 3271, 128, True), FEW_QUERIES),
+        ((5, 28, 28, 128, 3270, 128, True), None),
+        ((5, 28, 28, 128, 131072, 128, False), None),
+        # 128 rows at most in full rounds of work tiles that share no keys.
+        ((64, 16, 16, 128, 2048, 128, False), FEW_QUERIES),
+        ((64, 16, 16, 128, 2047, 128, False), None),
+        ((64, 16, 16, 128, 2048, 128, True), None),
+        ((64, 16, 16, 128, 131072, 96, False), None),
+        ((8, 16, 16, 128, 131072, 128, False), None),  # one
+        # A work tile for three warpgroups with 128 queries, or more.
+        ((1, 32, 8, 128, 4096, 64, False), FEW_QUERIES),
+        ((1, 32, 8, 128, 4097, 64, False), FEW_WORK_TILES),
+        ((1, 32, 32, 129, 4096, 64, False), FEW_WORK_TILES),
+        ((1, 32, 8, 128, 4096, 104, False), FEW_WORK_TILES),
         # 99 work tiles at most, of 128 queries, or up to head_dim 96 of 192.
         ((1, 33, 11, 384, 131072, 128, False), FEW_WORK_TILES),
         ((1, 33, 11, 385, 131072, 128, True), None),
@@ -570,7 +617,8 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
         ((8, 32, 8, 128, 8191, 128, False), None),
         ((8, 32, 8, 128, 4096, 256, False), FEW_WORK_TILES),
         ((8, 32, 8, 128, 131072, 128, True), None),
-        ((8, 32, 8, 128, 131072, 96, False), None),
+        ((8, 32, 8, 128, 131072, 96, False), FEW_WORK_TILES),
+        ((8, 32, 8, 192, 131072, 96, False), None),
         ((8, 64, 8, 128, 8192, 128, False), FEW_WORK_TILES),
         ((1, 237, 79, 128, 131072, 128, False), None),
         ((1, 240, 80, 128, 131072, 128, False), FEW_WORK_TILES),
