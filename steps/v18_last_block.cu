@@ -2,7 +2,7 @@
 // taken: only for few rows; more take one block longer than v13's second kernel takes
 // change: there is no second kernel. The block that has the last keys of a work tile waits for the
 //     other blocks' parts of it, and merges them. A work tile has 32 rows, 8 of each warp, which leaves
-//     half of a product alone; and there are fewer stages
+//     half of a product alone
 // why: of the 12 to 60 us that v13 takes for a query of each head on 1024 keys, its second kernel is
 //     4.5 where keys are split, and 2.3 where nothing is to be merged. Predicted: half of the one, and
 //     none of the other
