@@ -52,7 +52,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 # of its tiles, up to a head_dim; how many it computes on its own as quickly as other steps share
 # them out; and how much one block of an H100 merges as quickly as v13's second kernel does.
 TILE_ROWS, TILE_KEYS, TILE_DIM, WHOLE_KEYS, MERGED_ELEMENTS = 32, 128, 128, 1024, 2**15
-WARPGROUP_ROWS = 64  # of any step's
+WARPGROUP_ROWS = 64  # of a warpgroup, in every step
 # And are_of_few_heads(): the rows of v19's work tile, how many blocks may share its keys, and how
 # many of these run at once. Where idle multiprocessors could have taken more than UNSHARED_KEYS
 # keys off each block, v13 was faster. v18 was, with so few rows of so few elements; and v17 or v13,
@@ -64,13 +64,16 @@ TEAM_KEYS = 1024
 # longer with 512 or 1024.
 BLOCK_QUERIES, MERGED_ROWS, IDLE_KEYS = 128, 128, 768
 PACKED_KEYS = 2048  # and are_faster_together(): v12 was faster with 1024
-SECOND_ROUND_KEYS = 3072  # and _are_idle(): v12 was faster with 1900, and slower with 4500
+# And _are_idle(): with a causal mask and a second round v12 was faster with 1900 keys, and slower
+# with 4500, which were at least so many times as many as the queries.
+SECOND_ROUND_KEYS, SECOND_ROUND_RATIO = 3072, 4
 UNEQUAL_KEYS = 2048  # and few_with()
-# And few_of() and are_few_work_tiles(). Up to this head_dim a work tile has BLOCK_QUERIES and a
-# half. v17 was faster from 2048 keys on, with 32 and with 64 work tiles, and with 1024 slower; and
-# v13 up to HALF_KEYS, where BLOCK_QUERIES are all that there are. Beside v12's shares v17 was from
-# so many elements of a head's K on, in so many rounds, and v13, with less to read, from fewer.
-THREE_WARPGROUPS_DIM, IDLE_KEYS_OF_TILES, HALF_KEYS = 96, 960, 4096
+# And few_of(). Up to this head_dim a work tile of v12 or v17 has BLOCK_QUERIES and a half. v17 was
+# faster than v12 from 2048 keys on, with 32 and with 64 work tiles, and with 1024 slower; and v13
+# faster than v17 with up to so many, where only two of three warpgroups have queries.
+THREE_WARPGROUPS_DIM, IDLE_KEYS_OF_TILES, TWO_WARPGROUPS_KEYS = 96, 960, 4096
+# Beside v12's shares v17 was faster from so many elements of a head's K on, in so many rounds; v13,
+# where nothing is read twice, from fewer, and in any number.
 SHARED_ELEMENTS, SHARED_ROUNDS, MERGED_SHARED_ELEMENTS = 2**20, 4, 2**18
 
 
@@ -179,12 +182,12 @@ class Step:
 def are_few_keys(
     batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int
 ) -> bool:
-    """Whether keys are so few that v18 is faster than any step that shares them out: no other one
-    is as quick to start.
+    """Whether keys are so few that v18, which no other step is as quick to start as, need not cut
+    them.
 
     They are, where each of its work tiles has a multiprocessor, and a tile of keys; or up to
-    WHOLE_KEYS, where they keep nine tenths of MULTIPROCESSORS busy, so that nothing is merged. With
-    a larger head_dim only the latter, of more queries than one of v12's warpgroups has.
+    WHOLE_KEYS, where they keep nine tenths of MULTIPROCESSORS busy. Above TILE_DIM only the latter,
+    of more queries than one of v12's warpgroups has.
     """
     work = _work_tiles(batch, heads, kv_heads, seq_q, TILE_ROWS)
     if work > MULTIPROCESSORS:
@@ -254,8 +257,8 @@ def are_few(batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int) -> bo
 
     Those of heads that share keys are, where they are MERGED_ROWS at most, together: the keys are
     then read once. All are, where v14, a block of which takes BLOCK_QUERIES of a head through all
-    keys, leaves multiprocessors idle for so long that it is worth splitting the keys and merging
-    the parts: as long as IDLE_KEYS keys take on all of them.
+    keys, leaves a quarter of MULTIPROCESSORS or more without work, and for so long that it is worth
+    splitting the keys and merging the parts: as long as IDLE_KEYS keys take on all of them.
     """
     if heads > kv_heads and _share_a_head(heads, kv_heads, seq_q, MERGED_ROWS):
         return True
@@ -282,49 +285,30 @@ def _work_tiles_alone(batch: int, heads: int, seq_q: int) -> int:
     return batch * heads * -(-seq_q // BLOCK_QUERIES)
 
 
-def are_few_work_tiles(work: int, seq_k: int, head_dim: int, causal: bool, is_wide: bool) -> bool:
-    """Whether so many work tiles, several of which look at the same keys, are few for these: v17 is
-    faster there than v12.
-
-    Either v12 leaves multiprocessors idle, as in are_few(). Or it shares out the tiles of a few
-    rounds, which keep nine tenths of MULTIPROCESSORS busy as they are, and takes work tiles that
-    look at the same keys out of step. Where work tiles are not is_wide, it computes for so long
-    that this does not matter, and with a causal mask it shares nothing out.
+def _are_idle(work: int, seq_k: int, idle_keys: int, rounds: int = 1) -> bool:
+    """Whether a step that does not cut keys has too few work tiles for so many rounds, one or two:
+    a quarter of their places is empty, or more, and for as long as idle_keys take on all
+    multiprocessors, or SECOND_ROUND_KEYS.
     """
-    if _are_idle(work, seq_k, IDLE_KEYS_OF_TILES, causal):
-        return True
-    if causal or not is_wide or not 1 < _full_rounds(work) <= SHARED_ROUNDS:
-        return False
-    return seq_k * head_dim >= SHARED_ELEMENTS
+    places = rounds * MULTIPROCESSORS
+    idle = places - work
+    keys = idle_keys if rounds == 1 else SECOND_ROUND_KEYS
+    return 4 * idle >= places and idle * seq_k >= MULTIPROCESSORS * keys
 
 
 def _full_rounds(work: int) -> int:
-    """How many so many work tiles take, if they keep nine tenths of MULTIPROCESSORS busy, or 0."""
+    """The rounds of so many work tiles, if they keep nine tenths of MULTIPROCESSORS busy, or 0."""
     rounds = -(-work // MULTIPROCESSORS)
     return rounds if 10 * work >= 9 * rounds * MULTIPROCESSORS else 0
-
-
-def _are_idle(work: int, seq_k: int, idle_keys: int, causal: bool = False) -> bool:
-    """Whether v12 leaves a quarter of MULTIPROCESSORS or more without any of so many work tiles,
-    and for as long as idle_keys take on all of them.
-
-    A causal mask's it does not share out: with two rounds the same holds for those of both, and for
-    SECOND_ROUND_KEYS.
-    """
-    rounds = 2 if causal and work > MULTIPROCESSORS else 1
-    idle = rounds * MULTIPROCESSORS - work
-    if 4 * idle < rounds * MULTIPROCESSORS:
-        return False
-    return idle * seq_k >= MULTIPROCESSORS * (idle_keys if rounds == 1 else SECOND_ROUND_KEYS)
 
 
 @lru_cache(maxsize=1024)  # the layers of a model, and its next words, make the same calls
 def few_of(
     batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int, causal: bool
 ) -> str | None:
-    """What such a call has few of, or None: FEW_ROWS or FEW_HEADS; or FEW_QUERIES, of up to
-    MERGED_ROWS that share keys, or more where heads have fewer work tiles together than alone; or
-    else, of more, FEW_WORK_TILES.
+    """What such a call has few of, or None: FEW_ROWS, or keys; FEW_HEADS; FEW_QUERIES, of up to
+    MERGED_ROWS that share keys, or more where heads have fewer work tiles together than alone, or
+    where v17 would have a warpgroup without any; or else, of more, FEW_WORK_TILES.
     """
     if are_few_keys(batch, heads, kv_heads, seq_q, seq_k, head_dim):
         return FEW_ROWS
@@ -332,24 +316,33 @@ def few_of(
         return FEW_HEADS
     if are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
         return FEW_ROWS
+    is_wide = head_dim > THREE_WARPGROUPS_DIM
+    work = batch * heads * -(-seq_q // (BLOCK_QUERIES if is_wide else 3 * BLOCK_QUERIES // 2))
+    # With a causal mask v12 shares nothing out. If the work tiles are about as long as each other,
+    # that leaves a second round as empty as a first one.
+    is_in_two = causal and work > MULTIPROCESSORS and SECOND_ROUND_RATIO * seq_q <= seq_k
+    rounds = 2 if is_in_two else 1
     are_merged = _share_a_head(heads, kv_heads, seq_q, MERGED_ROWS)
     alone = _work_tiles_alone(batch, heads, seq_q)
     together = _work_tiles(batch, heads, kv_heads, seq_q, MERGED_ROWS)
-    are_idle = _are_idle(alone, seq_k, IDLE_KEYS, causal)
-    if are_idle and (are_merged or together < alone):
+    are_fewer = 4 * together <= 3 * alone
+    if (are_merged or are_fewer) and _are_idle(work, seq_k, IDLE_KEYS, rounds):
         return FEW_QUERIES
     if are_faster_together(together, alone, seq_k, are_merged):
         return FEW_QUERIES
-    is_wide = head_dim > THREE_WARPGROUPS_DIM
+    elements = seq_k * head_dim  # of a head's K
     if are_merged:
         # Few only where v12, which shares out their keys, reads these more slowly than v13.
-        is_slower = is_wide and not causal and _full_rounds(alone) > 1
-        return FEW_QUERIES if is_slower and seq_k * head_dim >= MERGED_SHARED_ELEMENTS else None
-    is_half = seq_q <= BLOCK_QUERIES  # of a work tile for three warpgroups they keep two busy
-    work = batch * heads * -(-seq_q // (BLOCK_QUERIES if is_wide else 3 * BLOCK_QUERIES // 2))
-    if not are_few_work_tiles(work, seq_k, head_dim, causal, is_wide or is_half):
-        return None
-    return FEW_QUERIES if is_half and not is_wide and seq_k <= HALF_KEYS else FEW_WORK_TILES
+        is_shared = is_wide and not causal and _full_rounds(work) > 1
+        return FEW_QUERIES if is_shared and elements >= MERGED_SHARED_ELEMENTS else None
+    if _are_idle(work, seq_k, IDLE_KEYS_OF_TILES, rounds):
+        is_half_idle = not is_wide and seq_q <= BLOCK_QUERIES and seq_k <= TWO_WARPGROUPS_KEYS
+        return FEW_QUERIES if is_half_idle else FEW_WORK_TILES
+    # Or v12 shares out the work tiles of a few rounds, and takes those that look at the same keys
+    # out of step. With three warpgroups at work it computes for so long that this does not matter.
+    two_compute = is_wide or seq_q <= BLOCK_QUERIES
+    is_shared = two_compute and not causal and 1 < _full_rounds(work) <= SHARED_ROUNDS
+    return FEW_WORK_TILES if is_shared and elements >= SHARED_ELEMENTS else None
 
 
 def few_with(
@@ -365,7 +358,8 @@ def few_with(
     sequences = lengths.num_sequences(batch)
     queries, keys = (-(-batch * rows // sequences) for rows in (seq_q, seq_k))
     may_differ = lengths.cu_seqlens_k is not None or lengths.seqused_k is not None
-    if may_differ and keys >= UNEQUAL_KEYS and queries * heads <= MERGED_ROWS * kv_heads:
+    are_merged = _share_a_head(heads, kv_heads, queries, MERGED_ROWS)
+    if may_differ and keys >= UNEQUAL_KEYS and are_merged:
         return FEW_QUERIES
     keys = min(keys, queries + lengths.window_left + lengths.window_right)
     return FEW_QUERIES if are_few(sequences, heads, kv_heads, queries, keys) else None

@@ -25,8 +25,8 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int BLOCK_M = 64;                          // rows of a warpgroup
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
 constexpr int NUM_STAGES = 2;                        // tiles of K, and of V, in shared memory
-// The more is on its way to all SMs at the same time, the slower DRAM is; with 16 KB each of K and V it
-// would wait. So, unless a tile has no more than that, its copy begins when the one before has arrived.
+// The more is under way to all SMs at a time, the slower DRAM gets; with only 16 KB each of K and V it would
+// be idle at times. So where a tile is larger, its copy begins when the one before has arrived.
 constexpr bool IS_PACED = HEAD_DIM > 64;
 constexpr int Q_TILES = HEAD_DIM <= 192 ? 4 : 2;  // of Q, BLOCK_M rows each
 // Two warpgroups multiply in turn, but not where each has fewer keys at a time.
@@ -58,7 +58,7 @@ constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges fo
 constexpr int MERGED_AT_ONCE = 4;           // and of so many parts at a time
 
 struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
-    Tile<BLOCK_M> q[Q_TILES];        // a work tile has one for each warpgroup with rows
+    Tile<BLOCK_M> q[Q_TILES];        // a work tile has one for each warpgroup that computes
     Tile<BLOCK_N> k[NUM_STAGES], v[NUM_STAGES];
     Mbarrier q_full[Q_TILES], k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
     Mbarrier q_empty[Q_TILES], k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it

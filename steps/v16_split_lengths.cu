@@ -78,7 +78,7 @@ struct Segment {
 };
 
 struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
-    Tile<BLOCK_M> q[Q_TILES];        // a work tile has one for each warpgroup with rows
+    Tile<BLOCK_M> q[Q_TILES];        // a work tile has one for each warpgroup that computes
     Tile<BLOCK_N> k[NUM_STAGES], v[NUM_STAGES];
     Mbarrier q_full[Q_TILES], k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
     Mbarrier q_empty[Q_TILES], k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it

@@ -1,5 +1,5 @@
 // v18 -- last block merges: the block with the last keys of a work tile merges its parts
-// taken: only for few rows; more take one block longer than v13's second kernel takes
+// taken: only for few rows; more, if they are to be merged, take one block longer than v13's kernel
 // change: there is no second kernel. The block that has the last keys of a work tile waits for the
 //     other blocks' parts of it, and merges them. A work tile has 32 rows, 8 of each warp, which leaves
 //     half of a product alone
@@ -23,7 +23,7 @@ constexpr int WARP_ROWS = 8;                         // of those, the ones that 
 constexpr int TILE_ROWS = 4 * WARP_ROWS;             // rows of a work tile
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
 constexpr int NUM_STAGES = 2;                        // tiles of K, and of V, in shared memory
-// As in v13: the more is on its way to all SMs, the slower DRAM is.
+// As in v13: the more is under way to all SMs at a time, the slower DRAM gets.
 constexpr bool IS_PACED = HEAD_DIM > 64;
 constexpr int Q_STAGES = 2;      // work tiles whose Q is there
 constexpr int PART_BARRIER = 1;  // of the warpgroup that computes
@@ -47,7 +47,7 @@ enum PartKind { ENDS, GOES_ON };
 struct Parts {
     Part part[2];
 };
-// From so many tiles of keys on for each block, equal shares for all of them are worth their merging.
+// From so many tiles of keys for each block on, it is worth merging equal shares for all blocks.
 constexpr int LONG_SHARE = 512;
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
 constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
@@ -110,7 +110,7 @@ struct Schedule {
           works(uint32_t(p.batch) * p.kv_heads * row_tiles),
           blocks(min(grid, MAX_BLOCKS)) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
-        // of each, where that keeps nine tenths of the blocks busy, or all of them, if it takes long.
+        // of each, where that keeps nine tenths of the blocks busy, or all, if shares are long.
         const uint32_t idle = ((works - 1) / blocks + 1) * blocks - works;
         const bool is_even = works >= blocks && works >= 9 * idle;
         is_whole = is_even || uint64_t(works) * tiles > UINT32_MAX;

@@ -26,7 +26,7 @@ def constants(step: str, head_dim: int = 128) -> dict[str, int]:
     for names_and_values in re.findall(
         r"^constexpr (?:int|bool) (.+?);", source(step), re.M | re.S
     ):
-        for one in names_and_values.split(", "):
+        for one in re.split(r", (?=\w+ =)", names_and_values):
             name, value = re.split(r" =\s+", one, maxsplit=1)
             if set(re.findall(r"[A-Za-z_]\w*", value)) <= names.keys():
                 names[name] = evaluate(value, names)

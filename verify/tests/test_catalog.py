@@ -20,18 +20,22 @@ from common.report.markdown import regenerate
 from common.runtime.backend import DTYPE_NAMES
 from common.step import (
     ARCHITECTURES,
+    BLOCK_QUERIES,
     DTYPES,
     FEW_HEADS,
     FEW_QUERIES,
     FEW_ROWS,
     FEW_WORK_TILES,
     MERGED_ELEMENTS,
+    MERGED_ROWS,
     TEAM_BLOCKS,
     TEAM_ROWS,
     TEAMS,
+    THREE_WARPGROUPS_DIM,
     TILE_DIM,
     TILE_KEYS,
     TILE_ROWS,
+    WARPGROUP_ROWS,
     Parts,
     are_few,
     are_few_keys,
@@ -402,7 +406,7 @@ def test_a_backward_step_may_take_lengths(tmp_path):
         ((8, 32, 8, 33, 100), False),
         ((1, 128, 1, 1, 3), True),
         ((2, 129, 1, 1, 3), False),
-        # Of 132 multiprocessors v12 keeps batch * heads busy, or twice as many from 129 queries on.
+        # Of 132 multiprocessors v14 keeps batch * heads busy, or twice as many from 129 queries on.
         ((1, 16, 16, 1, 873), False),
         ((1, 16, 16, 1, 874), True),
         ((1, 16, 16, 128, 874), True),
@@ -453,11 +457,20 @@ def test_what_one_block_merges(monkeypatch, batch, kv_heads, parts):
         assert few_of.__wrapped__(*shape, 1 << 20, 72, False) == few
 
 
+# Up to and above which work tiles have rows for three warpgroups.
+WIDTHS = THREE_WARPGROUPS_DIM, THREE_WARPGROUPS_DIM + 8
+
+
 def test_sizes_of_the_rules_are_the_steps():
     v18, v19 = constants("v18", TILE_DIM), constants("v19")
     assert (v18["TILE_ROWS"], v18["BLOCK_N"]) == (TILE_ROWS, TILE_KEYS)
     blocks = v19["CLUSTERS"] * v19["CLUSTER"]
     assert (TEAM_ROWS, TEAMS[0], TEAM_BLOCKS) == (v19["BLOCK_M"], v19["CLUSTER"], blocks)
+    v13 = constants("v13", 64)
+    assert (v13["BLOCK_M"], v13["BLOCK_M"] * v13["CONSUMERS"]) == (WARPGROUP_ROWS, MERGED_ROWS)
+    for step in ("v12", "v17"):
+        rows = [constants(step, head_dim)["BLOCK_M"] for head_dim in WIDTHS]
+        assert rows == [3 * BLOCK_QUERIES // 2, BLOCK_QUERIES]
 
 
 @pytest.mark.parametrize(
@@ -587,12 +600,25 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
         ((8, 64, 8, 32, 512, 128, False), FEW_QUERIES),
         ((4, 64, 8, 32, 512, 128, False), None),
         ((9, 64, 8, 32, 512, 128, False), None),  # two are five
-        # All multiprocessors are busy; but of a causal mask's two rounds a quarter of the second's.
+        # All multiprocessors are busy; but of a causal mask's two rounds a quarter is empty.
         ((1, 24, 24, 768, 3380, 128, True), FEW_WORK_TILES),
         ((1, 24, 24, 768, 3379, 128, True), None),
         ((1, 24, 24, 768, 131072, 128, False), None),
         ((1, 33, 33, 768, 8192, 128, True), FEW_WORK_TILES),
         ((1, 67, 67, 384, 8192, 128, True), None),
+        # Not with square masks, whose short work tiles fill what the long ones leave.
+        ((1, 24, 24, 768, 3071, 128, True), None),
+        ((1, 16, 16, 2048, 8192, 64, True), FEW_WORK_TILES),
+        ((1, 16, 16, 2048, 8191, 64, True), None),
+        ((1, 5, 5, 4096, 4096, 128, True), None),
+        ((1, 3, 3, 8192, 8192, 128, True), None),
+        ((1, 7, 7, 4096, 4096, 64, True), None),
+        # More than 128 rows, of which packing saves no quarter of the work tiles.
+        ((1, 5, 1, 3900, 3900, 128, True), None),
+        ((1, 4, 1, 700, 16384, 128, False), FEW_WORK_TILES),  # 22 and 24
+        # 192 rows are one work tile up to head_dim 96: 96, and not 192 in two rounds.
+        ((3, 32, 32, 160, 3520, 64, True), FEW_WORK_TILES),
+        ((3, 32, 32, 160, 3519, 64, True), None),
         ((5, 28, 28, 128, 3271, 128, True), FEW_QUERIES),
         ((5, 28, 28, 128, 3270, 128, True), None),
         ((5, 28, 28, 128, 131072, 128, False), None),
@@ -607,6 +633,8 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
         ((1, 32, 8, 128, 4097, 64, False), FEW_WORK_TILES),
         ((1, 32, 32, 129, 4096, 64, False), FEW_WORK_TILES),
         ((1, 32, 8, 128, 4096, 104, False), FEW_WORK_TILES),
+        ((5, 28, 7, 128, 3400, 64, True), FEW_QUERIES),
+        ((5, 28, 7, 128, 4097, 64, True), FEW_WORK_TILES),
         # 99 work tiles at most, of 128 queries, or up to head_dim 96 of 192.
         ((1, 33, 11, 384, 131072, 128, False), FEW_WORK_TILES),
         ((1, 33, 11, 385, 131072, 128, True), None),

@@ -126,7 +126,7 @@ SHARING = [
     (Sizes(132, 1055, 64, 64), 128),
     (Sizes(10, 569, 9, 9), 10),
     (Sizes(10, 568, 9, 9), None),
-    (Sizes(132, 5000, 33, 33), 132),
+    (Sizes(132, 5001, 33, 33), 132),
     (Sizes(132, 600, 8, 8), 128),
     # No more than there are tiles.
     (Sizes(132, 3), 3),

@@ -549,7 +549,7 @@ def test_a_static_window_that_is_not_full(
 @pytest.mark.parametrize("side", ["no padding", "left"])
 @pytest.mark.parametrize(("make", "step"), [(llama, "v16"), (multi_head, "v14")])
 def test_the_step_of_a_static_cache(make, step: str, side: str, monkeypatch) -> None:
-    """As are_few_with() says: these caches are short, but heads that share keys are few queries."""
+    """As few_with() says: these caches are short, but heads that share keys are few queries."""
     taken = set()
     choose = operator._choose
 
