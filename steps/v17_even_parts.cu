@@ -28,8 +28,8 @@ constexpr int BLOCK_N =                  // keys of a tile
     : HEAD_DIM <= 192 ? 96
                       : 64;
 constexpr int NUM_STAGES = CONSUMERS;             // tiles of K, and of V, in shared memory
-constexpr int Q_STAGES = HEAD_DIM <= 64 ? 2 : 1;  // and of Q
-constexpr bool IS_PACED = HEAD_DIM > 64;          // copies begin one after another, as in v13
+constexpr bool IS_PACED = HEAD_DIM > 64;          // their copies begin one after another, as in v13
+constexpr int Q_STAGES = HEAD_DIM <= 64 ? 2 : 1;  // tiles of Q
 constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
