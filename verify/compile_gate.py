@@ -39,12 +39,12 @@ LOCAL_MEMORY = {
 }
 
 
-def compile_all(half: int | None = None) -> int:
+def compile_all(quarter: int | None = None) -> int:
     """Prints what the kernels take for Hopper and, of one specialization, for the lowest GPU.
 
-    With a half, 0 or 1, in that one of the specializations, as half_of() says. Returns 1 if one of
-    them has local memory where it must not, or if ptxas serialized its instructions or mixed up
-    their operands, which is not known without nvdisasm.
+    With a quarter, 0 to 3, in that one of the specializations, as quarter_of() says. Returns 1 if
+    one of them has local memory where it must not, or if ptxas serialized its instructions or mixed
+    up their operands, which is not known without nvdisasm.
     """
     has_nvdisasm = _has_nvdisasm()
     jobs = [
@@ -52,7 +52,7 @@ def compile_all(half: int | None = None) -> int:
         for step in all_steps()
         for arch in dict.fromkeys((step.limits.arch, headline_arch(step)))
         for spec in (
-            half_of(_specializations(step), half)
+            quarter_of(_specializations(step), quarter)
             if arch == headline_arch(step)
             else [COUNTED.specialization]
         )
@@ -95,19 +95,20 @@ def _compile(
     return build, mixed_operands(build.path) if has_wgmma and has_nvdisasm else []
 
 
-def half_of(specs: list[Specialization], half: int | None) -> list[Specialization]:
-    """One of two halves; all where half is None. Each has every pair of head_dims in every dtype,
-    with a mask or without one: what has no mask in one half has one in the other.
+def quarter_of(specs: list[Specialization], quarter: int | None) -> list[Specialization]:
+    """One of four quarters; all where quarter is None. Each has every pair of head_dims, in one
+    dtype of two, or in two of three, and with a mask or without one.
     """
-    if half is None:
+    if quarter is None:
         return specs
     dims = list(dict.fromkeys((spec.head_dim, spec.v_head_dim) for spec in specs))
     dtypes = list(dict.fromkeys(spec.dtype for spec in specs))
 
     def number(spec: Specialization) -> int:
-        return dims.index((spec.head_dim, spec.v_head_dim)) + dtypes.index(spec.dtype) + spec.causal
+        pair = dims.index((spec.head_dim, spec.v_head_dim))
+        return pair + 2 * dtypes.index(spec.dtype) + spec.causal
 
-    return [spec for spec in specs if number(spec) % 2 == half]
+    return [spec for spec in specs if number(spec) % 4 == quarter]
 
 
 def _specializations(step: Step) -> list[Specialization]:
