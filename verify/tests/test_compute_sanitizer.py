@@ -54,10 +54,11 @@ CLEAN = {
 
 def all_lanes_arrive(code: str) -> str:
     """The code for racecheck, which does not see that by __syncwarp all lanes have read what lane 0
-    then releases, and reports each stage that is used again. Here they all arrive at the mbarrier.
+    then releases, and reports each stage that is used again. Here they all arrive at the mbarrier;
+    but at v19's of a team one thread of each other block still does.
     """
     code = re.sub(r"if \((?:lane|threadIdx\.x % 32) == 0\)\s+(mbarrier_arrive\()", r"\1", code)
-    return re.sub(r"(mbarrier_init\([^;]+), (?!1\))([^;]+)\);", r"\1, 32 * (\2));", code)
+    return re.sub(r"(mbarrier_init\([^;]+), (?!1\)|work\.team)([^;]+)\);", r"\1, 32 * (\2));", code)
 
 
 def meet_in_pairs(code: str) -> str:
