@@ -3,7 +3,7 @@
 // change: from v11. The blocks of a cluster have the same work tile, and each its slice of the columns
 //     of Q and K, and of V and O, up to 256. Of a warpgroup's rows one block computes the softmax: it
 //     gets the others' sums of Q K^T over their slices, to which it adds its own, and sends them P. The
-//     other warpgroup's rows are another block's. A cluster has one work tile
+//     other warpgroup's rows are another block's
 // why: O of 64 rows and 512 columns is 256 floats for each thread of a warpgroup, which has 255 registers.
 //     In slices that follow one after the other, S would be computed again for each: at 512 1.5 times the
 //     products. Predicted: at 512 0.8 times the TFLOP/s of v11 at 256, for a block does what it does
@@ -35,10 +35,10 @@ constexpr int V_DIM = SLICES > 1 ? V_SLICE : ceil_div(V_HEAD_DIM, 16) * 16;
 constexpr int BLOCK_M = 64 * CONSUMERS;  // query rows, 64 a warpgroup
 constexpr int NUM_STAGES = 2;            // tiles of K, and of V, in shared memory
 constexpr int MOST_SMEM = 227 * 1024;    // bytes a block
-// The last panel of Q is kept in registers; wgmma reads so many columns from shared memory.
+// The last panel of Q is kept in registers, and O leaves through its place in shared memory; wgmma reads
+// so many columns from there.
 constexpr int Q_SMEM_DIM = (PANELS - 1) * PANEL;
-constexpr int TURN_BARRIER = 1;                          // of warpgroup 0; the other's follows
-constexpr int GROUP_BARRIER = TURN_BARRIER + CONSUMERS;  // likewise
+constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the other's follows
 
 // Where m is set, the row's largest P becomes 2^-HEADROOM, or up to twice that. It is set again where
 // a lane's share of a tile's sum of P exceeds MAX_SUM. fp16 holds P up to 65504 and has no exponents
@@ -52,7 +52,8 @@ constexpr float LOST_SUM = 0x1p100f;
 // Up to BLOCK_M queries of a head, and how many tiles of keys they see.
 struct WorkTile {
     int q_start, head, kv_head, batch;
-    int num_tiles;  // at least 1
+    int num_tiles;
+    bool is_last;  // of its cluster
 };
 
 // The place of a tile in a ring of stages, by its number among all tiles of its kind.
@@ -62,7 +63,6 @@ struct Place {
 
     __device__ int stage() const { return number % STAGES; }
     __device__ int phase() const { return number / STAGES; }  // of the stage's barriers
-    __device__ Place before() const { return {number - 1}; }
 };
 
 // Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
@@ -74,7 +74,8 @@ using Panels = Element[NUM_PANELS][ROWS][PANEL];
 template <int KEYS>
 struct Exchange {
     float prob[KEYS / 16][128][4];  // P, from the block that computes the softmax
-    float factors[32][4];           // of 8 upper and 8 lower rows of a warp, likewise
+    // Likewise, of 8 upper and 8 lower rows of a warp: the factors of O, and 1 / l with the last P.
+    float factors[32][4];
     // What is sent has arrived; and, at the sender, every warp has read it.
     Mbarrier s_full, s_empty, p_full, p_empty;
 };
@@ -82,22 +83,30 @@ struct Exchange {
 // Of a block, for tiles of KEYS keys.
 template <int KEYS>
 struct alignas(1024) SharedMemoryOf {  // the swizzle's pattern: 8 rows of 128 bytes
-    union {
-        Panels<PANELS, BLOCK_M> q;
-        Panels<V_PANELS, BLOCK_M> o;  // in the end, in place of Q
-    };
+    static constexpr int SENT_KEYS = SLICES > 1 ? KEYS : 16;
+    Panels<PANELS, BLOCK_M> q;  // and O, in the last panel
     Panels<PANELS, KEYS> k[NUM_STAGES];
     Panels<V_PANELS, KEYS> v[NUM_STAGES];
     // S of the other slices, sent to the block that computes the softmax; of a block's warpgroups at
     // most one's.
-    float partial[SLICES > 1 ? SLICES - 1 : 1][KEYS / 8][128][4];
-    Exchange<KEYS> exchange[CONSUMERS];
-    WorkTile work;
-    Mbarrier q_full, k_full[NUM_STAGES], v_full[NUM_STAGES];  // the tile has arrived
-    Mbarrier k_empty[NUM_STAGES], v_empty[NUM_STAGES];        // every warp has read it
+    float partial[SLICES > 1 ? SLICES - 1 : 1][SENT_KEYS / 8][128][4];
+    Exchange<SENT_KEYS> exchange[CONSUMERS];
+    WorkTile work[CONSUMERS][2];                     // the one whose Q is there, and the one before
+    Mbarrier q_full[CONSUMERS], q_empty[CONSUMERS];  // of a warpgroup's rows
+    Mbarrier k_full[NUM_STAGES], v_full[NUM_STAGES];    // the tile has arrived
+    Mbarrier k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it
 };
 
-constexpr int BLOCK_N = sizeof(SharedMemoryOf<64>) <= MOST_SMEM ? 64 : 48;  // keys of a tile
+// Whether shared memory has room for tiles of so many keys, and registers have for S, P and O.
+template <int KEYS>
+constexpr bool fits() {
+    const bool has_registers = KEYS <= 64 || (SLICES == 1 && 3 * KEYS / 4 + V_DIM / 2 <= 168);
+    return has_registers && sizeof(SharedMemoryOf<KEYS>) <= MOST_SMEM;
+}
+constexpr int BLOCK_N = fits<128>()  ? 128
+                        : fits<96>() ? 96
+                        : fits<64>() ? 64
+                                     : 48;  // keys of a tile
 using SharedMemory = SharedMemoryOf<BLOCK_N>;
 static_assert(sizeof(SharedMemory) <= MOST_SMEM);
 
@@ -110,8 +119,9 @@ __constant__ LaunchDescriptor launch_descriptor = {
                           {HEADS, 1},
                           {BATCH, 1}},
                  .threads = NUM_THREADS,
-                 .smem_bytes = sizeof(SharedMemory)}},
-    .q_box = {BLOCK_M, PANEL, SWIZZLE_128B},
+                 .smem_bytes = sizeof(SharedMemory),
+                 .blocks_per_sm = 1}},
+    .q_box = {64, PANEL, SWIZZLE_128B},
     .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
     .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
     .o_box = {16, PANEL, SWIZZLE_128B},
@@ -124,34 +134,72 @@ __device__ int visible_keys(const AttentionParams& p, int row) {
     return CAUSAL ? min(p.seq_k, row + p.seq_k - p.seq_q + 1) : p.seq_k;
 }
 
-// Their tiles, at least 1.
+// Their tiles. At least 2: while S of a tile is multiplied the tile before it is at work, and in blocks
+// that get P from another one the one before that; they are of two work tiles at most.
 __device__ int visible_tiles(const AttentionParams& p, int row) {
-    return max(1, (visible_keys(p, row) + BLOCK_N - 1) / BLOCK_N);
+    return max(2, (visible_keys(p, row) + BLOCK_N - 1) / BLOCK_N);
 }
 
-// K and V of the heads at work at a time, where several fit: less than the L2 cache holds.
-constexpr float L2_BYTES = 32 << 20;
+// The order of the work tiles. In a round each cluster takes one. With a causal mask they differ in
+// length, and are sorted by it within sections of whole heads: downwards in every other section, upwards
+// in the rest, the last one downwards, so that a cluster's long work tiles are followed by short ones.
+// That keeps K and V of a section in L2. Where they do not fit, clusters read them from DRAM together, if
+// those of a head are in step: then all heads are one section, a round's work tiles are about as long as
+// each other, and every other round goes backwards.
+constexpr float CACHED_BYTES = 16 << 20;  // that surely fit, of L2's 50 MB
+struct Schedule {
+    const AttentionParams& p;
+    int q_blocks, num_heads;  // of a head; of all batches
+    int section_heads;
+    int clusters, cluster;
+    int count;  // of the cluster's work tiles
 
-// That of a cluster. With a causal mask the longest of a section of heads come first, so that the last
-// ones of all are short.
-__device__ WorkTile work_tile(const AttentionParams& p, int cluster) {
-    const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M;
-    const int group = p.heads / p.kv_heads, num_heads = p.batch * p.heads;
-    int head = cluster / q_blocks, q_block = cluster % q_blocks;
-    if (CAUSAL) {
+    __device__ explicit Schedule(const AttentionParams& params)
+        : p(params),
+          q_blocks((p.seq_q + BLOCK_M - 1) / BLOCK_M),
+          num_heads(p.batch * p.heads),
+          clusters(gridDim.x / SLICES),
+          cluster(blockIdx.x / SLICES) {
+        // A section's work tiles fill up to 4 rounds, as few as they fill to nine tenths.
+#pragma unroll 1
+        for (int rounds = 1; rounds <= 4; ++rounds) {
+            section_heads = max(1, rounds * clusters / q_blocks);
+            if (10 * section_heads * q_blocks >= 9 * rounds * clusters) break;
+        }
         const float head_bytes = float(p.seq_k) * ((HEAD_DIM + V_HEAD_DIM) * sizeof(Element));
-        const int section_heads =
-            group * int(fminf(fmaxf(L2_BYTES / head_bytes, 1.0f), p.batch * p.kv_heads));
-        const int first_head = head / section_heads * section_heads;
-        const int heads = min(section_heads, num_heads - first_head);
-        const int in_section = cluster - first_head * q_blocks;
-        head = first_head + in_section % heads;
-        q_block = q_blocks - 1 - in_section / heads;
+        if (section_heads * head_bytes > CACHED_BYTES || section_heads > num_heads)
+            section_heads = num_heads;
+        const int num_work = q_blocks * num_heads, full_rounds = num_work / clusters;
+        count = full_rounds + (place(full_rounds) < num_work % clusters);
     }
-    const int q_start = BLOCK_M * q_block;
-    return {q_start, head % p.heads, head % p.heads / group, head / p.heads,
-            visible_tiles(p, q_start + BLOCK_M - 1)};
-}
+
+    // In a round.
+    __device__ int place(int round) const {
+        const bool backwards = CAUSAL && section_heads == num_heads && round % 2 == 1;
+        return backwards ? clusters - 1 - cluster : cluster;
+    }
+
+    __device__ WorkTile at(int i) const {
+        const int index = i * clusters + place(i);
+        int head = index / q_blocks, q_block = index % q_blocks;
+        if (CAUSAL) {
+            const int section = head / section_heads, first_head = section * section_heads;
+            const int heads = min(section_heads, num_heads - first_head);
+            const int in_section = index - first_head * q_blocks;
+            head = first_head + in_section % heads;
+            q_block = in_section / heads;
+            const bool downwards = ((num_heads - 1) / section_heads - section) % 2 == 0;
+            if (downwards) q_block = q_blocks - 1 - q_block;
+        }
+        const int q_start = BLOCK_M * q_block, head_in_batch = head % p.heads;
+        return {q_start,
+                head_in_batch,
+                head_in_batch / (p.heads / p.kv_heads),
+                head / p.heads,
+                visible_tiles(p, q_start + BLOCK_M - 1),
+                i + 1 == count};
+    }
+};
 
 // Waits for the end of a phase. Phase -1 counts as ended: a new stage is empty.
 __device__ void wait_for(Mbarrier& barrier, int phase) {
@@ -159,15 +207,15 @@ __device__ void wait_for(Mbarrier& barrier, int phase) {
     }
 }
 
-// Starts tile[panel][r][col] = tensor[row + r][first_column + PANEL panel + col], zeros past its ends, and
-// announces its bytes to the barrier. Called by one thread.
-template <int NUM_PANELS, int ROWS>
-__device__ void load_tile(Panels<NUM_PANELS, ROWS>& tile, const TensorMap& map, int first_column,
-                          int row, int head, int batch, Mbarrier& full) {
-    mbarrier_arrive_expect_tx(full, sizeof(tile));
+// Starts tile[panel][first + r][col] = tensor[row + r][first_column + PANEL panel + col] of a box's rows
+// r, zeros past the tensor's ends, and announces its bytes to the barrier. Called by one thread.
+template <int BOX_ROWS, int NUM_PANELS, int ROWS>
+__device__ void load_tile(Panels<NUM_PANELS, ROWS>& tile, int first, const TensorMap& map,
+                          int first_column, int row, int head, int batch, Mbarrier& full) {
+    mbarrier_arrive_expect_tx(full, NUM_PANELS * BOX_ROWS * PANEL * sizeof(Element));
 #pragma unroll
     for (int panel = 0; panel < NUM_PANELS; ++panel)
-        cp_async_bulk_tensor_load(tile[panel][0], map, first_column + PANEL * panel, row, head,
+        cp_async_bulk_tensor_load(tile[panel][first], map, first_column + PANEL * panel, row, head,
                                   batch, full);
 }
 
@@ -197,15 +245,17 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     const int rank = SLICES > 1 ? cluster_rank() : 0;
     const int first_column = rank * SLICE;      // of Q and K
     const int v_first_column = rank * V_SLICE;  // of V and O
-    const WorkTile& work = smem.work;           // read where it is needed: registers are short
 
     if (threadIdx.x == PRODUCER) {
-        smem.work = work_tile(p, blockIdx.x / SLICES);
         prefetch_tensormap(p.k_map);
         prefetch_tensormap(p.q_map);
         prefetch_tensormap(p.v_map);
         prefetch_tensormap(p.o_map);
-        mbarrier_init(smem.q_full, 1);
+#pragma unroll
+        for (int group = 0; group < CONSUMERS; ++group) {
+            mbarrier_init(smem.q_full[group], 1);
+            mbarrier_init(smem.q_empty[group], 4);
+        }
 #pragma unroll
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             mbarrier_init(smem.k_full[stage], 1);
@@ -224,28 +274,42 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         fence_mbarrier_init();
     }
     cluster_arrive();
-    __syncthreads();  // the work tile is there, and the mbarriers are initialized
+    __syncthreads();  // the mbarriers are initialized
 
-    // ======== the producer: one thread copies K of a tile, then V of the tile before, as the consumers
-    // need them ========
+    // ======== the producers. One thread copies, for all work tiles, K of a tile, then V of the tile
+    // before, as the consumers need them; and one for each consumer its rows of Q ========
     if (warp >= PRODUCER / 32) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
+        const Schedule schedule(p);
+        const int group = warp - PRODUCER / 32 - 1;
         if (threadIdx.x == PRODUCER) {
-            load_tile(smem.q, p.q_map, first_column, work.q_start, work.head, work.batch,
-                      smem.q_full);
-            for (int tile = 0; tile <= work.num_tiles; ++tile) {
-                if (tile < work.num_tiles) {
-                    const Place<NUM_STAGES> k = {tile};
+            int number = 0;                          // of the tile of K
+            int v_row = 0, v_head = 0, v_batch = 0;  // of the tile before
+            const auto load_v = [&] {
+                const Place<NUM_STAGES> v = {number - 1};
+                wait_for(smem.v_empty[v.stage()], v.phase() - 1);
+                load_tile<BLOCK_N>(smem.v[v.stage()], 0, p.v_map, v_first_column, v_row, v_head,
+                                   v_batch, smem.v_full[v.stage()]);
+            };
+            for (int i = 0; i < schedule.count; ++i) {
+                const WorkTile work = schedule.at(i);
+                for (int tile = 0; tile < work.num_tiles; ++tile, ++number) {
+                    const Place<NUM_STAGES> k = {number};
                     wait_for(smem.k_empty[k.stage()], k.phase() - 1);
-                    load_tile(smem.k[k.stage()], p.k_map, first_column, tile * BLOCK_N,
-                              work.kv_head, work.batch, smem.k_full[k.stage()]);
+                    load_tile<BLOCK_N>(smem.k[k.stage()], 0, p.k_map, first_column, tile * BLOCK_N,
+                                       work.kv_head, work.batch, smem.k_full[k.stage()]);
+                    if (number > 0) load_v();
+                    v_row = tile * BLOCK_N, v_head = work.kv_head, v_batch = work.batch;
                 }
-                if (tile > 0) {
-                    const Place<NUM_STAGES> v = {tile - 1};
-                    wait_for(smem.v_empty[v.stage()], v.phase() - 1);
-                    load_tile(smem.v[v.stage()], p.v_map, v_first_column, v.number * BLOCK_N,
-                              work.kv_head, work.batch, smem.v_full[v.stage()]);
-                }
+            }
+            load_v();
+        } else if (lane == 0 && 0 <= group && group < CONSUMERS) {
+            for (int i = 0; i < schedule.count; ++i) {
+                const WorkTile work = schedule.at(i);
+                wait_for(smem.q_empty[group], i - 1);
+                smem.work[group][i % 2] = work;
+                load_tile<64>(smem.q, 64 * group, p.q_map, first_column, work.q_start + 64 * group,
+                              work.head, work.batch, smem.q_full[group]);
             }
         }
         cluster_wait();
@@ -254,13 +318,15 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         return;
     }
 
-    // ======== the consumers: a warpgroup computes 64 rows of the work tile ========
+    // ======== the consumers: a warpgroup computes 64 rows of each work tile ========
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     const int warpgroup = warp / 4;
     const int group_row = 64 * warpgroup;  // the warpgroup's first row in the block
     const int warp_row = 16 * warp;        // and the warp's
     const int thread = threadIdx.x % 128;  // in the warpgroup
     auto& exchange = smem.exchange[warpgroup];
+    // Read where they are needed: registers are short.
+    const auto& works = smem.work[warpgroup];
     const int owner = warpgroup % SLICES;  // the block that computes the softmax of these rows
     const auto release = [&](Mbarrier& empty) {
         if (lane == 0) mbarrier_arrive(empty);
@@ -285,20 +351,25 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     uint32_t p_frag[BLOCK_N / 16][4];
     float rescale[2];
 
-    // ---- load Q: what goes to registers
-    wait_for(smem.q_full, 0);
+    // ---- load Q of a work tile: what goes to registers
     const uint64_t q_desc = k_major(smem.q, group_row, 0);
-    const auto load_q = [&] {
+    const auto load_q = [&](int i) {
+        wait_for(smem.q_full[warpgroup], i);
 #pragma unroll
         for (int d = Q_SMEM_DIM; d < DIM; d += 16)
             ldmatrix_x4(q_frag[(d - Q_SMEM_DIM) / 16],
                         swizzled(smem.q, warp_row + lane % 16, d + lane / 16 * 8));
+        __syncwarp();  // every lane has its elements, whose place is then O's
     };
-    load_q();
+    // Every product that reads it has ended, and O has left.
+    const auto release_q = [&] {
+        if (lane == 0) cp_async_bulk_wait_group_read<0>();
+        release(smem.q_empty[warpgroup]);
+    };
 
     // ---- S += Q K^T  [BLOCK_M, BLOCK_N] of the slice, [64, BLOCK_N] of it in each warpgroup
-    const auto start_s = [&](int tile, bool add) {
-        const Place<NUM_STAGES> place = {tile};
+    const auto start_s = [&](int number, bool add) {
+        const Place<NUM_STAGES> place = {number};
         wait_for(smem.k_full[place.stage()], place.phase());
         wgmma_fence(s_acc, q_frag);
 #pragma unroll
@@ -314,26 +385,26 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         }
         wgmma_commit_group();
     };
-    const auto release_k = [&](int tile) {
-        release(smem.k_empty[Place<NUM_STAGES>{tile}.stage()]);
+    const auto release_k = [&](int number) {
+        release(smem.k_empty[Place<NUM_STAGES>{number}.stage()]);
     };
     // ---- O += P V  [BLOCK_M, V_DIM] of the slice, [64, V_DIM] of it in each warpgroup
-    const auto wait_for_v = [&](int tile) {
-        const Place<NUM_STAGES> place = {tile};
+    const auto wait_for_v = [&](int number) {
+        const Place<NUM_STAGES> place = {number};
         wait_for(smem.v_full[place.stage()], place.phase());
     };
-    const auto start_pv = [&](int tile) {
+    const auto start_pv = [&](int number, bool add) {
         wgmma_fence(o_acc, p_frag);
 #pragma unroll
         for (int j = 0; j < BLOCK_N; j += 16)
             wgmma_m64nNk16<Element, MN_MAJOR>(
                 o_acc, p_frag[j / 16],
-                mn_major<V_PANELS, BLOCK_N>(smem.v[Place<NUM_STAGES>{tile}.stage()], j),
-                tile > 0 || j > 0);
+                mn_major<V_PANELS, BLOCK_N>(smem.v[Place<NUM_STAGES>{number}.stage()], j),
+                add || j > 0);
         wgmma_commit_group();
     };
-    const auto release_v = [&](int tile) {
-        release(smem.v_empty[Place<NUM_STAGES>{tile}.stage()]);
+    const auto release_v = [&](int number) {
+        release(smem.v_empty[Place<NUM_STAGES>{number}.stage()]);
     };
     const auto rescale_o = [&] {
 #pragma unroll
@@ -345,8 +416,8 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     // ---- what blocks send each other, of a tile. A thread of the owner and that of the same number in
     // another block have the same elements.
     // s_acc, to the owner
-    const auto send_s = [&](int tile) {
-        wait_for(exchange.s_empty, tile - 1);
+    const auto send_s = [&](int number) {
+        wait_for(exchange.s_empty, number - 1);
         auto& partial = smem.partial[rank - (rank > owner)];
 #pragma unroll
         for (int n = 0; n < BLOCK_N / 8; ++n) {
@@ -356,10 +427,10 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         }
     };
     // s_acc = the sum of the others'
-    const auto receive_s = [&](int tile) {
+    const auto receive_s = [&](int number) {
         if constexpr (SLICES > 1) {
             if (thread == 0) mbarrier_arrive_expect_tx(exchange.s_full, sizeof(smem.partial));
-            wait_for(exchange.s_full, tile);
+            wait_for(exchange.s_full, number);
 #pragma unroll
             for (int n = 0; n < BLOCK_N / 8; ++n)
 #pragma unroll
@@ -381,37 +452,36 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     const auto release_p = [&] {
         if (lane == 0) mbarrier_arrive_cluster_relaxed(exchange.p_empty, owner);
     };
-    // Factors of O, and P before they are multiplied; in the end there is no P.
-    const auto send_p = [&](int tile, const float (&factors)[2], bool with_p) {
+    // P, the factors of O before it is added, and 1 / l, which with the last P of a work tile is known.
+    const auto send_p = [&](int number) {
         if constexpr (SLICES > 1) {
-            wait_for(exchange.p_empty, tile - 1);
-            __syncwarp();  // lanes that send nothing have seen the phase, too
+            wait_for(exchange.p_empty, number - 1);
+            __syncwarp();  // lanes that send no factors have seen the phase, too
 #pragma unroll
             for (int step = 1; step < SLICES; ++step) {
                 const int to = (rank + step) % SLICES;
 #pragma unroll
                 for (int j = 0; j < BLOCK_N / 16; ++j) {
-                    if (!with_p) break;
                     float4 x;
                     memcpy(&x, p_frag[j], sizeof(x));
                     st_async(exchange.prob[j][thread], x, exchange.p_full, to);
                 }
                 if (lane % 4 == 0)
                     st_async(exchange.factors[thread / 4],
-                             make_float4(factors[0], factors[1], 0.0f, 0.0f), exchange.p_full, to);
+                             make_float4(rescale[0], rescale[1], inverse[0], inverse[1]),
+                             exchange.p_full, to);
             }
         }
     };
-    const auto receive_p = [&](int tile, float (&factors)[2], bool with_p) {
+    const auto receive_p = [&](int number) {
         if (thread == 0)
-            mbarrier_arrive_expect_tx(
-                exchange.p_full, sizeof(exchange.factors) + (with_p ? sizeof(exchange.prob) : 0));
-        wait_for(exchange.p_full, tile);
+            mbarrier_arrive_expect_tx(exchange.p_full,
+                                      sizeof(exchange.factors) + sizeof(exchange.prob));
+        wait_for(exchange.p_full, number);
         const float4 x = load_float4(exchange.factors[thread / 4]);
-        factors[0] = x.x, factors[1] = x.y;
+        rescale[0] = x.x, rescale[1] = x.y, inverse[0] = x.z, inverse[1] = x.w;
 #pragma unroll
         for (int j = 0; j < BLOCK_N / 16; ++j) {
-            if (!with_p) break;
             const float4 x = load_float4(exchange.prob[j][thread]);
             memcpy(p_frag[j], &x, sizeof(x));
         }
@@ -420,7 +490,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     // ---- softmax: P = 2^(S - m)
     // Hides keys, and scales S where the exponential's multiply-add cannot. Returns the scale that is
     // left for it.
-    const auto scale_and_mask = [&](int tile) {
+    const auto scale_and_mask = [&](const WorkTile& work, int tile) {
         // The scale is part of the exponential's multiply-add. All of a row's P share the rounding
         // error of scale * max, which cancels (for logits up to 2^27). But with a negative scale the
         // largest S is not the largest logit, and 0 * -inf is NaN.
@@ -487,7 +557,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     // S of a tile again: P has taken its place, and K may have left shared memory. So from global
     // memory, and by mma.sync, since the warpgroup's other warps may have nothing to repair; and of all
     // columns, so that nothing need be sent: the other blocks' warps with these rows do the same.
-    const auto compute_s_again = [&](int tile) {
+    const auto compute_s_again = [&](const WorkTile& work, int tile) {
         const int row = work.q_start + warp_row + lane / 4, key = tile * BLOCK_N + lane / 4;
         // Four elements of a row, zeros where it has none. A quad's lanes read 16 of them; in the
         // sum over d the order does not matter, if it is the same for Q and K.
@@ -523,7 +593,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     // were. Where P was not lost, e is a whole number: that changes no digit of them; and only the upper
     // or the lower 8 of the warp's rows may need it. Returns whether a row of the warp has a new m; O is
     // still to be scaled then, when no product adds to it.
-    const auto raise_shift = [&](int tile) {
+    const auto raise_shift = [&](const WorkTile& work, int tile) {
         if (!__any_sync(0xffffffff, tile_sum[0] > MAX_SUM || tile_sum[1] > MAX_SUM)) return false;
         // Votes and shuffles are issued together: the result of each takes long to arrive.
         const bool lost = __any_sync(0xffffffff, tile_sum[0] > LOST_SUM || tile_sum[1] > LOST_SUM);
@@ -535,8 +605,8 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
             largest_sum[r] = quad_max(tile_sum[r]);
         }
         if (lost) {
-            compute_s_again(tile);
-            const float tile_scale = scale_and_mask(tile);
+            compute_s_again(work, tile);
+            const float tile_scale = scale_and_mask(work, tile);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float raised = fmaxf(shift[r], largest(r) * tile_scale + HEADROOM);
@@ -545,7 +615,6 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
             }
             exponentiate(tile_scale);
             convert_p();
-            load_q();  // its registers were needed
         } else {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -569,67 +638,51 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         for (int r = 0; r < 2; ++r) row_sum[r] *= rescale[r];
         return true;
     };
-    // ======== the rows whose softmax this block computes ========
-    const auto attend = [&] {
-        cluster_wait();  // the mbarriers of all blocks are initialized
-        receive_s(0);
-        wait_for_turn();
-        start_s(0, SLICES > 1);
-        release_s();
-        pass_turn();
-        wgmma_wait_group<0>(s_acc);
-        release_k(0);
-        const float first_scale = scale_and_mask(0);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float tile_max = largest(r) * first_scale;
-            // Where S is -inf throughout, m is so far below any other S that P is lost there, and not
-            // -inf itself: 2^(-inf + inf) is NaN.
-            shift[r] = fmaxf(tile_max + HEADROOM, -0x1p126f);
-        }
-        exponentiate(first_scale);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) row_sum[r] = tile_sum[r], rescale[r] = 1.0f;
-        convert_p();
-        send_p(0, rescale, true);
-        wait_for_v(0);
-
-        // ---- for each K/V tile
-        bool raised = false;
-        for (int tile = 1; tile < work.num_tiles; ++tile) {
-            receive_s(tile);
-            wait_for_turn();
-            start_s(tile, SLICES > 1);
-            release_s();
-            if (raised) rescale_o();  // while S is multiplied
-            start_pv(tile - 1);
-            pass_turn();
-            wgmma_wait_group<1>(s_acc);
-            release_k(tile);
-            exponentiate(scale_and_mask(tile));  // while O += P V runs
-            // The wait for V stands here because ptxas moves no code across a loop that waits:
-            // without it, ptxas lets all of the softmax wait for O.
-            wait_for_v(tile);
-            wgmma_wait_group<0>(o_acc, p_frag);
-            release_v(tile - 1);
-            convert_p();
-            rescale[0] = rescale[1] = 1.0f;
-            raised = raise_shift(tile);
-            send_p(tile, rescale, true);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) row_sum[r] += tile_sum[r];
-        }
-        if (raised) rescale_o();
-        wait_for_turn();
-        start_pv(work.num_tiles - 1);
-        pass_turn();
+    // What is sent with a P that is neither the last nor raises m; 1 / l is no number yet.
+    const auto reset_factors = [&] {
+        rescale[0] = rescale[1] = 1.0f;
+        inverse[0] = inverse[1] = 0.0f;
+    };
+    const auto sum_up = [&] {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             row_sum[r] = quad_sum(row_sum[r]);
             inverse[r] = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
         }
-        send_p(work.num_tiles, inverse, false);
-        wgmma_wait_group<0>(o_acc, p_frag);
+    };
+
+    // ---- write O, panel by panel
+    const auto write = [&](const WorkTile& work) {
+#pragma unroll
+        for (int panel = 0; panel < V_PANELS; ++panel) {
+            if (panel > 0) {
+                if (lane == 0) cp_async_bulk_wait_group_read<0>();
+                __syncwarp();  // what was there has left
+            }
+#pragma unroll
+            for (int n = panel * PANEL / 8; n < min((panel + 1) * PANEL, V_DIM) / 8; n += 2) {
+                uint32_t o_frag[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* x = &o_acc[n + i / 2][2 * (i % 2)];
+                    o_frag[i] = cvt_rn_x2<Element>(x[0] * inverse[i % 2], x[1] * inverse[i % 2]);
+                }
+                const int d = Q_SMEM_DIM + 8 * n % PANEL + lane / 16 * 8;
+                stmatrix_x4(swizzled(smem.q, warp_row + lane % 16, d), o_frag);
+            }
+            fence_proxy_async();  // by each writer, before the barrier
+            __syncwarp();
+            if (lane == 0) {
+                // A warp's 16 rows are a box. TMA leaves out the rows past seq_q and the columns past
+                // V_HEAD_DIM, some of which nobody has written.
+                cp_async_bulk_tensor_store(p.o_map, v_first_column + PANEL * panel,
+                                           work.q_start + warp_row, work.head, work.batch,
+                                           smem.q[PANELS - 1][warp_row]);
+                cp_async_bulk_commit_group();
+            }
+        }
+    };
+    const auto write_lse = [&](const WorkTile& work) {
         // log sum exp = (m + log2 l) ln 2, of both without the headroom: the logarithm is most exact
         // near 1. -inf where no key is visible. Of the 4 lanes that know m and l of two rows, two
         // write one each.
@@ -642,79 +695,172 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         }
     };
 
+    // ======== the rows whose softmax this block computes ========
+    const auto attend = [&] {
+        cluster_wait();  // the mbarriers of all blocks are initialized
+        int number = 0;  // of the tile, among those of all work tiles
+        load_q(0);
+        receive_s(0);
+        wait_for_turn();
+        start_s(0, SLICES > 1);
+        release_s();
+        pass_turn();
+        for (int i = 0;; ++i) {
+            const WorkTile& work = works[i % 2];
+            // ---- the first tile, whose S has been started
+            wgmma_wait_group<0>(s_acc);
+            release_k(number);
+            const float first_scale = scale_and_mask(work, 0);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float tile_max = largest(r) * first_scale;
+                // Where S is -inf throughout, m is so far below any other S that P is lost there, and
+                // not -inf itself: 2^(-inf + inf) is NaN.
+                shift[r] = fmaxf(tile_max + HEADROOM, -0x1p126f);
+            }
+            exponentiate(first_scale);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) row_sum[r] = tile_sum[r];
+            convert_p();
+            reset_factors();
+            send_p(number);
+            wait_for_v(number);
+            ++number;
+
+            // ---- for each K/V tile
+            bool raised = false;
+            for (int tile = 1; tile < work.num_tiles; ++tile, ++number) {
+                const bool is_last = tile + 1 == work.num_tiles;
+                receive_s(number);
+                wait_for_turn();
+                start_s(number, SLICES > 1);
+                release_s();
+                if (raised) rescale_o();  // while S is multiplied
+                start_pv(number - 1, tile > 1);
+                pass_turn();
+                wgmma_wait_group<1>(s_acc);
+                release_k(number);
+                if (is_last) release_q();
+                exponentiate(scale_and_mask(work, tile));  // while O += P V runs
+                // The wait for V stands here because ptxas moves no code across a loop that waits:
+                // without it, ptxas lets all of the softmax wait for O.
+                wait_for_v(number);
+                wgmma_wait_group<0>(o_acc, p_frag);
+                release_v(number - 1);
+                convert_p();
+                reset_factors();
+                raised = raise_shift(work, tile);
+#pragma unroll
+                for (int r = 0; r < 2; ++r) row_sum[r] += tile_sum[r];
+                if (is_last) sum_up();
+                send_p(number);
+            }
+            if (raised) rescale_o();
+            // The last product is started in either branch: ptxas serializes a wgmma that is under way
+            // where branches part.
+            if (work.is_last) {
+                wait_for_turn();
+                start_pv(number - 1, true);
+                pass_turn();
+                wgmma_wait_group<0>(o_acc, p_frag);
+                write(work);
+                write_lse(work);
+                break;
+            }
+            load_q(i + 1);
+            receive_s(number);
+            wait_for_turn();
+            start_pv(number - 1, true);
+            start_s(number, SLICES > 1);
+            release_s();
+            pass_turn();
+            wgmma_wait_group<1>(o_acc, p_frag);
+            release_v(number - 1);
+            write(work);  // while S of the next work tile runs
+            write_lse(work);
+        }
+    };
+
     // ======== those whose softmax another one computes: S goes there a tile before it is needed, while
     // P of the tile before is on its way ========
     const auto assist = [&] {
+        // P of a tile, and O ready to be added to.
+        const auto prepare_pv = [&](int number) {
+            wait_for_v(number);
+            receive_p(number);
+            if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) rescale_o();
+        };
+        load_q(0);
         start_s(0, false);
         cluster_wait();  // the mbarriers of all blocks are initialized
         wgmma_wait_group<0>(s_acc);
         release_k(0);
         send_s(0);
-        for (int tile = 0; tile <= work.num_tiles; ++tile) {
-            if (tile > 0) {
-                wait_for_v(tile - 1);
-                receive_p(tile - 1, rescale, true);
-                if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) rescale_o();
-            }
-            wait_for_turn();
-            if (tile > 0 && tile + 1 < work.num_tiles) {
-                start_s(tile + 1, false);
-                start_pv(tile - 1);
+        wait_for_turn();
+        start_s(1, false);
+        pass_turn();
+        wgmma_wait_group<0>(s_acc);
+        release_k(1);
+        if (works[0].num_tiles == 2) release_q();
+        send_s(1);
+        int number = 1;  // of a tile: S is that of the next one, and P that of the one before
+        for (int i = 0;; ++i) {
+            const WorkTile& work = works[i % 2];
+            for (int tile = 1; tile < work.num_tiles; ++tile, ++number) {
+                prepare_pv(number - 1);
+                // After the work tile's last S comes the next one's first.
+                if (tile + 1 == work.num_tiles) {
+                    if (work.is_last) break;
+                    load_q(i + 1);
+                }
+                wait_for_turn();
+                start_s(number + 1, false);
+                start_pv(number - 1, tile > 1);
                 release_p();
                 pass_turn();
                 wgmma_wait_group<1>(s_acc);
-                release_k(tile + 1);
-                send_s(tile + 1);
+                release_k(number + 1);
+                if (tile + 2 == work.num_tiles) release_q();
+                send_s(number + 1);
                 wgmma_wait_group<0>(o_acc, p_frag);
-                release_v(tile - 1);
-            } else if (tile > 0) {
-                start_pv(tile - 1);
+                release_v(number - 1);
+            }
+            if (work.is_last) {
+                wait_for_turn();
+                start_pv(number - 1, work.num_tiles > 2);
                 release_p();
                 pass_turn();
                 wgmma_wait_group<0>(o_acc, p_frag);
-                release_v(tile - 1);
-            } else if (work.num_tiles > 1) {
-                start_s(1, false);
+                release_v(number - 1);
+                prepare_pv(number);
+                wait_for_turn();
+                start_pv(number, true);
                 pass_turn();
-                wgmma_wait_group<0>(s_acc);
-                release_k(1);
-                send_s(1);
-            } else {
-                pass_turn();
+                wgmma_wait_group<0>(o_acc, p_frag);
+                write(work);
+                break;
             }
+            prepare_pv(number - 1);
+            wait_for_turn();
+            start_pv(number - 1, true);
+            start_s(number + 1, false);
+            release_p();
+            pass_turn();
+            wgmma_wait_group<1>(o_acc, p_frag);
+            release_v(number - 1);
+            write(work);  // while S of the next work tile's second tile runs
+            wgmma_wait_group<0>(s_acc);
+            release_k(number + 1);
+            if (works[(i + 1) % 2].num_tiles == 2) release_q();
+            send_s(number + 1);
+            ++number;
         }
-        receive_p(work.num_tiles, inverse, false);
     };
 
     if (rank == owner)
         attend();
     else
         assist();
-
-    // ---- write O
-    bar_sync(GROUP_BARRIER + warpgroup, 128);  // no warp reads Q any more
-#pragma unroll
-    for (int n = 0; n < V_DIM / 8; n += 2) {
-        uint32_t o_frag[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float* x = &o_acc[n + i / 2][2 * (i % 2)];
-            o_frag[i] = cvt_rn_x2<Element>(x[0] * inverse[i % 2], x[1] * inverse[i % 2]);
-        }
-        stmatrix_x4(swizzled(smem.o, warp_row + lane % 16, 8 * n + lane / 16 * 8), o_frag);
-    }
-    fence_proxy_async();  // by each writer, before the barrier
-    __syncwarp();
-    const int warp_start = work.q_start + warp_row;
-    if (lane == 0) {
-        // A warp's 16 rows of a panel are a box. TMA leaves out the rows past seq_q and the columns past
-        // V_HEAD_DIM, some of which nobody has written.
-#pragma unroll
-        for (int panel = 0; panel < V_PANELS; ++panel)
-            cp_async_bulk_tensor_store(p.o_map, v_first_column + PANEL * panel, warp_start,
-                                       work.head, work.batch, smem.o[panel][warp_row]);
-        cp_async_bulk_commit_group();
-    }
     if (lane == 0) cp_async_bulk_wait_group_read<0>();
     cluster_arrive();
     cluster_wait();  // no block reaches into another one any more

@@ -26,7 +26,7 @@ OWN_HEAD_DIMS = ((192, 128), (576, 512), (256, 64), (192, 256))
 # The steps that have local memory, and where: a thread of v03 keeps a query row of O, 256 floats in
 # 255 registers, and one of b01 up to four rows; the thread of b10 that loads has 24 registers, and
 # no room for its place while it finds out which work is next; in v15 a block that sends to three
-# others keeps two numbers there, and so does one whose slice has five panels of Q.
+# others keeps a few numbers there, and so does one whose slice has five panels of Q.
 LOCAL_MEMORY = {
     ("v03", 256),
     ("b01", 64),

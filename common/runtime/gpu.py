@@ -200,14 +200,16 @@ class GpuBackend:
             starts_early = self._kernels_start_early(step, module)
             resources = parse_resources(build.log)
             plan = read_plan(descriptor, self.multiprocessors, step.takes_lengths)
-            kernels, clusters = [], []
+            planned, kernels, clusters = [], [], []
             for index, kernel in enumerate(plan.kernels):
                 name = kernel.name
                 resources[name] = replace(resources[name], dynamic_smem=kernel.smem_bytes)
                 function, cluster = self._function(step, module, kernel)
+                planned.append(self._that_fits(kernel, function, cluster))
                 early = starts_early and index > 0
                 kernels.append(LoadedKernel(function, kernel.threads, kernel.smem_bytes, early))
                 clusters.append(cluster)
+            plan = replace(plan, kernels=tuple(planned))
             encoder = driver_encoder(spec, self._l2_fetch_bytes(step, module))
             packer = Packer(step, descriptor, plan, clusters, spec, encoder)
             launcher = Launcher(step.name, packer, self._context.handle, kernels)
@@ -260,3 +262,18 @@ class GpuBackend:
         )
         width = attributes.CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH
         return int(function), call("cuFuncGetAttribute", width, function) or 1  # 0: no clusters
+
+    def _that_fits(self, kernel: Kernel, function: int, cluster: int) -> Kernel:
+        """The kernel; if its blocks are persistent, with no more than run at a time.
+
+        The blocks of a cluster are on multiprocessors that are close to each other, and the number
+        of those need not be a multiple of a cluster's.
+        """
+        if cluster == 1 or not kernel.most_blocks:
+            return kernel
+        config = self._bindings.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = cluster, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+        config.sharedMemBytes = min(kernel.smem_bytes, self._smem_limit)
+        clusters = call("cuOccupancyMaxActiveClusters", function, config)
+        return replace(kernel, most_blocks=min(kernel.most_blocks, cluster * max(1, clusters)))

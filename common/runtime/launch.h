@@ -42,8 +42,9 @@ struct KernelLaunch {  // an empty name ends the list of kernels
     // gridDim.x = product of ceil(size / tile), filled up to whole clusters; gridDim.y = gridDim.z = 1
     Extent grid[4];
     int32_t threads;
-    int32_t smem_bytes;     // dynamic shared memory
-    int32_t blocks_per_sm;  // gridDim.x is at most this times the multiprocessors; 0: no limit
+    int32_t smem_bytes;  // dynamic shared memory
+    // gridDim.x is at most this times the multiprocessors, in as many clusters as fit at a time; 0: no limit
+    int32_t blocks_per_sm;
 };
 
 // Without an axis it has one element. A step with blocks_per_sm is given such a one for what its blocks

@@ -17,7 +17,7 @@ from common.paths import ROOT
 from common.problem import Specialization
 from common.runtime import driver
 from common.runtime.backend import empty_on_gpu
-from common.runtime.launch import LengthsParams
+from common.runtime.launch import Kernel, LengthsParams
 from common.runtime.pack import library
 from verify.tests.fake_gpu import CONTEXT, INVALID_VALUE, PARAMS, STREAM, Gpu
 from verify.tests.tensor_map_fields import TensorMapFields
@@ -293,6 +293,23 @@ def test_a_grid_is_filled_up_to_whole_clusters(fake, tensors) -> None:
     for step, fake.cluster, blocks in (("v08", 1, 3), ("v09", 2, 4)):
         fake.backend.launch(find_step(step), *tensors, *outputs, causal=False, softmax_scale=0.5)
         assert fake.driver.launches[-1].grid == (blocks, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("persistent", "cluster", "clusters", "blocks"),
+    [(132, 4, 30, 120), (132, 2, 66, 132), (132, 2, 70, 132), (132, 1, 0, 132), (0, 4, 30, 0)],
+)
+def test_clusters_of_persistent_blocks_fit(fake, persistent, cluster, clusters, blocks) -> None:
+    """At a time: of 132 multiprocessors some may have too few neighbours."""
+
+    def fitting(function: int, config) -> tuple[int, int]:
+        assert (function, config.gridDimX, config.blockDimX) == (3, cluster, 384)
+        assert config.sharedMemBytes == 1000
+        return 0, clusters
+
+    fake.driver.bindings.cuOccupancyMaxActiveClusters = fitting
+    kernel = Kernel("attention_forward", (), 384, 1000, persistent)
+    assert fake.backend._that_fits(kernel, 3, cluster).most_blocks == blocks
 
 
 def test_a_step_reads_no_rows_off_its_alignment(fake, tensors) -> None:

@@ -27,7 +27,7 @@ HEADS = {320: 6, 512: 4, 576: 4, 768: 4, 1024: 2}  # by head_dim
     [
         *((step, *(d, d), heads) for step in ("v15", "b12") for d, heads in HEADS.items()),
         *((step, *(d, v), 4) for step in ("v15", "b12") for d, v in ((576, 512), (64, 512))),
-        ("b12", 192, 128, 10),
+        *((step, 192, 128, 10) for step in ("v15", "b12")),
     ],
 )
 def test_repeats_all_bits(
