@@ -335,12 +335,12 @@ def few_of(
         # Few only where v12, which shares out their keys, reads these more slowly than v13.
         is_shared = is_wide and not causal and _full_rounds(work) > 1
         return FEW_QUERIES if is_shared and elements >= MERGED_SHARED_ELEMENTS else None
+    two_compute = is_wide or seq_q <= BLOCK_QUERIES  # of three warpgroups, or of two
     if _are_idle(work, seq_k, IDLE_KEYS_OF_TILES, rounds):
-        is_half_idle = not is_wide and seq_q <= BLOCK_QUERIES and seq_k <= TWO_WARPGROUPS_KEYS
+        is_half_idle = two_compute and not is_wide and seq_k <= TWO_WARPGROUPS_KEYS
         return FEW_QUERIES if is_half_idle else FEW_WORK_TILES
     # Or v12 shares out the work tiles of a few rounds, and takes those that look at the same keys
     # out of step. With three warpgroups at work it computes for so long that this does not matter.
-    two_compute = is_wide or seq_q <= BLOCK_QUERIES
     is_shared = two_compute and not causal and 1 < _full_rounds(work) <= SHARED_ROUNDS
     return FEW_WORK_TILES if is_shared and elements >= SHARED_ELEMENTS else None
 
