@@ -1,7 +1,7 @@
 // v15 -- head_dim beyond 256: each block of a cluster has a slice of a head's columns
 // taken: only for large head_dim; up to 256, the same for v, there is one slice, and v12 is faster
 // change: from v11. The blocks of a cluster have the same work tile, and each its slice of the columns
-//     of Q and K, and of V and O, up to 256. Of a warpgroup's rows one block computes the softmax: it
+//     of Q and K, up to 320, and of V and O, up to 256. Of a warpgroup's rows one computes the softmax: it
 //     gets the others' sums of Q K^T over their slices, to which it adds its own, and sends them P. The
 //     other warpgroup's rows are another block's
 // why: O of 64 rows and 512 columns is 256 floats for each thread of a warpgroup, which has 255 registers.
@@ -52,8 +52,8 @@ constexpr float LOST_SUM = 0x1p100f;
 // Up to BLOCK_M queries of a head, and how many tiles of keys they see.
 struct WorkTile {
     int q_start, head, kv_head, batch;
-    int num_tiles;
-    bool is_last;  // of its cluster
+    int num_tiles;  // at least 2
+    bool is_last;   // of its cluster
 };
 
 // The place of a tile in a ring of stages, by its number among all tiles of its kind.
@@ -134,19 +134,19 @@ __device__ int visible_keys(const AttentionParams& p, int row) {
     return CAUSAL ? min(p.seq_k, row + p.seq_k - p.seq_q + 1) : p.seq_k;
 }
 
-// Their tiles. At least 2: while S of a tile is multiplied the tile before it is at work, and in blocks
-// that get P from another one the one before that; they are of two work tiles at most.
+// Their tiles. At least 2: a block that gets P works on three tiles at a time, S of one, the softmax of
+// another one and P of a third, and they must not be of more than two work tiles.
 __device__ int visible_tiles(const AttentionParams& p, int row) {
     return max(2, (visible_keys(p, row) + BLOCK_N - 1) / BLOCK_N);
 }
 
 // The order of the work tiles. In a round each cluster takes one. With a causal mask they differ in
-// length, and are sorted by it within sections of whole heads: downwards in every other section, upwards
-// in the rest, the last one downwards, so that a cluster's long work tiles are followed by short ones.
-// That keeps K and V of a section in L2. Where they do not fit, clusters read them from DRAM together, if
-// those of a head are in step: then all heads are one section, a round's work tiles are about as long as
-// each other, and every other round goes backwards.
-constexpr float CACHED_BYTES = 16 << 20;  // that surely fit, of L2's 50 MB
+// length, and are sorted by it within sections of whole heads, whose K and V stay in L2: downwards in
+// every other section, upwards in the rest, the last one downwards, so that a cluster's long work tiles
+// are followed by short ones. Where they do not fit, clusters read K and V from DRAM together, if those
+// of a head are in step: then all heads are one section, a round's work tiles are about as long as each
+// other, and every other round goes backwards.
+constexpr float CACHED_BYTES = 16 << 20;  // 16 MB were seen to fit into L2's 50, and 32 not to
 struct Schedule {
     const AttentionParams& p;
     int q_blocks, num_heads;  // of a head; of all batches
@@ -173,7 +173,7 @@ struct Schedule {
         count = full_rounds + (place(full_rounds) < num_work % clusters);
     }
 
-    // In a round.
+    // The cluster's, among the work tiles of a round.
     __device__ int place(int round) const {
         const bool backwards = CAUSAL && section_heads == num_heads && round % 2 == 1;
         return backwards ? clusters - 1 - cluster : cluster;
@@ -638,7 +638,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
         for (int r = 0; r < 2; ++r) row_sum[r] *= rescale[r];
         return true;
     };
-    // What is sent with a P that is neither the last nor raises m; 1 / l is no number yet.
+    // What is sent with a P that is neither the last nor raises m; nobody reads 1 / l then.
     const auto reset_factors = [&] {
         rescale[0] = rescale[1] = 1.0f;
         inverse[0] = inverse[1] = 0.0f;
