@@ -1,7 +1,7 @@
 // v15 -- head_dim beyond 256: each block of a cluster has a slice of a head's columns
 // taken: only for large head_dim; up to 256, the same for v, there is one slice, and v12 is faster
 // change: from v11. The blocks of a cluster have the same work tile, and each its slice of the columns
-//     of Q and K, up to 320, and of V and O, up to 256. Of a warpgroup's rows one computes the softmax: it
+//     of Q and K, up to 320, and of V and O, up to 256. One computes the softmax of a warpgroup's rows: it
 //     gets the others' sums of Q K^T over their slices, to which it adds its own, and sends them P. The
 //     other warpgroup's rows are another block's
 // why: O of 64 rows and 512 columns is 256 floats for each thread of a warpgroup, which has 255 registers.
@@ -83,8 +83,8 @@ struct Exchange {
 // Of a block, for tiles of KEYS keys.
 template <int KEYS>
 struct alignas(1024) SharedMemoryOf {  // the swizzle's pattern: 8 rows of 128 bytes
-    static constexpr int SENT_KEYS = SLICES > 1 ? KEYS : 16;
-    Panels<PANELS, BLOCK_M> q;  // and O, in the last panel
+    static constexpr int SENT_KEYS = SLICES > 1 ? KEYS : 16;  // a block that is alone sends nothing
+    Panels<PANELS, BLOCK_M> q;                                // and O, in the last panel
     Panels<PANELS, KEYS> k[NUM_STAGES];
     Panels<V_PANELS, KEYS> v[NUM_STAGES];
     // S of the other slices, sent to the block that computes the softmax; of a block's warpgroups at
@@ -97,7 +97,8 @@ struct alignas(1024) SharedMemoryOf {  // the swizzle's pattern: 8 rows of 128 b
     Mbarrier k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it
 };
 
-// Whether shared memory has room for tiles of so many keys, and registers have for S, P and O.
+// Whether shared memory has room for tiles of so many keys, and registers for KEYS / 2 of S, KEYS / 4 of P
+// and V_DIM / 2 of O beside the rest.
 template <int KEYS>
 constexpr bool fits() {
     const bool has_registers = KEYS <= 64 || (SLICES == 1 && 3 * KEYS / 4 + V_DIM / 2 <= 168);
@@ -361,7 +362,7 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
                         swizzled(smem.q, warp_row + lane % 16, d + lane / 16 * 8));
         __syncwarp();  // every lane has its elements, whose place is then O's
     };
-    // Every product that reads it has ended, and O has left.
+    // Every product that reads Q has ended, and O has left the last panel's place.
     const auto release_q = [&] {
         if (lane == 0) cp_async_bulk_wait_group_read<0>();
         release(smem.q_empty[warpgroup]);

@@ -266,8 +266,8 @@ class GpuBackend:
     def _that_fits(self, kernel: Kernel, function: int, cluster: int) -> Kernel:
         """The kernel; if its blocks are persistent, with no more than run at a time.
 
-        The blocks of a cluster are on multiprocessors that are close to each other, and the number
-        of those need not be a multiple of a cluster's.
+        The blocks of a cluster are in one part of the chip, whose number of multiprocessors need
+        not be a multiple of the cluster's size.
         """
         if cluster == 1 or not kernel.most_blocks:
             return kernel
