@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 from unittest.mock import MagicMock
 
 import torch
@@ -25,6 +26,16 @@ LIMIT = 227 * 1024  # of a block's shared memory
 INVALID_VALUE, NOT_FOUND = 1, 500  # of CUresult
 EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 PARAMS = params_type(FORWARD)
+
+
+class Memory(NamedTuple):
+    """What CUDA says of a card's."""
+
+    bus_width: int  # bits
+    clock_rate: int  # kHz
+
+
+H100, H200 = Memory(5120, 2_619_000), Memory(6144, 3_201_000)
 
 
 class Attribute(ctypes.Structure):
@@ -131,7 +142,9 @@ class CUresult(IntEnum):
 class Gpu:
     """The backend on a fake driver."""
 
-    def __init__(self, monkeypatch, backend: type[gpu.GpuBackend] = gpu.GpuBackend) -> None:
+    def __init__(
+        self, monkeypatch, backend: type[gpu.GpuBackend] = gpu.GpuBackend, memory: Memory = H100
+    ) -> None:
         self.driver = Driver()
         self.stream = 0  # torch's current one
         self.cluster = 1
@@ -139,7 +152,12 @@ class Gpu:
         context = pycuda.Device.return_value.retain_primary_context.return_value
         context.handle, context.push = CONTEXT, lambda: self.driver.contexts.append(CONTEXT)
         pycuda.Context.pop = self.driver.contexts.pop
-        pycuda.Device.return_value.get_attribute.return_value = LIMIT
+        attributes = {
+            pycuda.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: LIMIT,
+            pycuda.device_attribute.GLOBAL_MEMORY_BUS_WIDTH: memory.bus_width,
+            pycuda.device_attribute.MEMORY_CLOCK_RATE: memory.clock_rate,
+        }
+        pycuda.Device.return_value.get_attribute = attributes.__getitem__
         monkeypatch.setitem(sys.modules, "pycuda", MagicMock(driver=pycuda))
         monkeypatch.setitem(sys.modules, "pycuda.driver", pycuda)
         monkeypatch.setattr(driver, "address", self.driver.address)

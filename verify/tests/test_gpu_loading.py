@@ -21,6 +21,8 @@ from common.step import read_step
 from verify.tests.fake_gpu import (
     CONTEXT,
     EARLY,
+    H100,
+    H200,
     INVALID_VALUE,
     LIMIT,
     NOT_FOUND,
@@ -136,12 +138,20 @@ def test_loading_leaves_a_thread_in_its_context(fake, cubin, current) -> None:
     assert fake.driver.contexts == [current]
 
 
-@pytest.mark.parametrize("num_bytes", [None, 64, 128, 256])
-def test_l2_fetches_what_the_step_says(cubin, num_bytes) -> None:
+@pytest.mark.parametrize(
+    ("memory", "num_bytes", "fetched"),
+    [
+        *((H100, None, 256), (H100, 64, 64), (H100, 128, 128), (H100, 256, 256)),
+        *((H200, None, 256), (H200, 64, 64), (H200, 128, 128), (H200, 256, 128)),
+    ],
+)
+def test_l2_fetches_what_the_step_says(monkeypatch, memory, num_bytes, fetched) -> None:
+    """But of fast memory no more than is fetched fast."""
+    cubin = Cubin(Gpu(monkeypatch, memory=memory), monkeypatch)
     if num_bytes is not None:
         cubin.symbols["l2_fetch_bytes"] = num_bytes.to_bytes(4, "little")
     cubin.load()
-    assert cubin.l2_fetch_bytes == (num_bytes or 256)
+    assert cubin.l2_fetch_bytes == fetched
 
 
 @pytest.mark.parametrize(
