@@ -106,8 +106,8 @@ def peers(ladder: Ladder) -> list[Row]:
 def memory(ladder: Ladder) -> list[Row]:
     """One row per sequence length: the peak memory of some steps, the last's saving over the first.
 
-    The steps are those that hold all scores, where there is none torch's unfused code, then the
-    latest that does not; None does not fit.
+    The steps are those that hold all scores, where there is none torch's unfused code, then of
+    those that do not the latest that is for any number of queries; None does not fit.
     """
     curves = {
         name: {entry["seq"]: entry["bytes"] for entry in record["memory"]}
@@ -118,7 +118,8 @@ def memory(ladder: Ladder) -> list[Row]:
         naive = ladder.newest.get("naive_memory", [])
         curves = {NAIVE: {entry["seq"]: entry["bytes"] for entry in naive}} | curves
     materialising = [name for name, curve in curves.items() if _holds_scores(curve)]
-    fused = [name for name in curves if name not in materialising][-1:]
+    general = {step.name for step in ladder.steps if step.is_general}
+    fused = [name for name in curves if name in general.difference(materialising)][-1:]
     if not fused:
         return []
     names = materialising + fused
