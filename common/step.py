@@ -34,9 +34,13 @@ FEW_HEADS = "for few queries of few heads"
 FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES = "for few rows", "for few queries", "for few work tiles"
 _FEW = FEW_HEADS, FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES  # none begins as one before it does
 _FEW_WITH_LENGTHS = "for few queries with lengths or windows"  # a condition of both kinds
+_LENGTHS, _LENGTHS_LEFT = (
+    "for lengths and windows",
+    "for lengths and windows that no other step takes",
+)
 _TAKEN = re.compile(
     rf"only (?P<condition>with deterministic=True|{'|'.join(_FEW)}"
-    rf"|for lengths and windows|{_FEW_WITH_LENGTHS}|for large head_dim); \S"
+    rf"|{_LENGTHS}|{_LENGTHS_LEFT}|{_FEW_WITH_LENGTHS}|for large head_dim); \S"
 )
 _REPEATS = re.compile(r"all bits but (?P<outputs>\w+(?:'s, \w+)*)'s; \S")
 _REPEATS_ON_ONE_GPU = re.compile(r"all bits on as many multiprocessors; \S")
@@ -147,7 +151,8 @@ class Step:
     only_deterministic: bool  # attention() takes the step only where all bits must repeat
     few: str | None  # attention() takes the step only where few_of(), or few_with(), is this
     only_large_head_dim: bool  # attention() takes the step only where head_dim is_large()
-    takes_lengths: bool  # its kernels take Lengths; attention() takes it only where they are given
+    takes_lengths: bool  # its kernels take Lengths; attention() takes it only where they are given,
+    only_left_over: bool  # and then only where it takes none of the others
     unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
     by_multiprocessors: bool  # the last bits differ from one number of multiprocessors to another
     parts: Parts | None  # where its kernels can be launched for one part of the keys after another
@@ -437,7 +442,8 @@ def read_step(path: Path) -> Step:
         only_deterministic=taken == "with deterministic=True",
         few=next((few for few in _FEW if taken.startswith(few)), None),
         only_large_head_dim=taken == "for large head_dim",
-        takes_lengths=taken in ("for lengths and windows", _FEW_WITH_LENGTHS),
+        takes_lengths=taken in (_LENGTHS, _LENGTHS_LEFT, _FEW_WITH_LENGTHS),
+        only_left_over=taken == _LENGTHS_LEFT,
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
         by_multiprocessors=_REPEATS_ON_ONE_GPU.match(fields.get("repeats", "")) is not None,
         parts=_parse_parts(path, title[1], fields.get("parts")),
@@ -454,10 +460,10 @@ def _parse_taken(path: Path, name: str, text: str | None) -> str:
         return found["condition"]
     raise UsageError(
         f'{path}: \'taken:\' must read like "only with deterministic=True; why", "only for '
-        f'lengths and windows; why", "only for large head_dim; why" or, of a forward step, "only '
-        f'for few rows; why", "only for few queries; why", "only for few queries of few heads; '
-        f'why", "only for few work tiles; why" or "only for few queries with lengths or windows; '
-        f"why\", not '{text}'"
+        f'lengths and windows; why", "only for lengths and windows that no other step takes; why", '
+        f'"only for large head_dim; why" or, of a forward step, "only for few rows; why", "only '
+        f'for few queries; why", "only for few queries of few heads; why", "only for few work '
+        f'tiles; why" or "only for few queries with lengths or windows; why", not \'{text}\''
     )
 
 

@@ -115,7 +115,10 @@ def chosen_steps(steps: Sequence[Step], operation: Operation) -> Chosen:
         return found
 
     def with_lengths(ladder: Operation) -> list[Step]:
-        return newest_first(ladder, lambda step: step.takes_lengths, "takes lengths")
+        """But those that attention() takes only for what no cell is: for larger head_dims."""
+        return newest_first(
+            ladder, lambda step: step.takes_lengths and not step.only_left_over, "takes lengths"
+        )
 
     without = newest_first(operation, Step.is_candidate, "attention() takes without lengths")
     saving = newest_first(

@@ -80,6 +80,7 @@ MALFORMED = {
     "not taken": (
         lambda path: replace(path, "// why:", "// taken: seldom\n// why:"),
         'must read like "only with deterministic=True; why", "only for lengths and windows; why", '
+        '"only for lengths and windows that no other step takes; why", '
         '"only for large head_dim; why" or, of a forward step, "only for few rows; why", "only '
         'for few queries; why", "only for few queries of few heads; why", "only for few work '
         'tiles; why" or "only for few queries with lengths or windows; why", not \'seldom\'',
@@ -309,12 +310,17 @@ def test_wrong_limits_are_one_clear_line(tmp_path, old, new, told):
         ("\n// taken: only with deterministic=True; slower", "only_deterministic"),
         ("\n// taken: only for lengths and windows; slower", "takes_lengths"),
         ("\n// taken: only for large head_dim; else slower", "only_large_head_dim"),
+        (
+            "\n// taken: only for lengths and windows that no other step takes; slower",
+            "only_left_over",
+        ),
     ],
 )
 def test_where_a_step_is_taken(tmp_path, taken, condition):
     step = read_step(write(tmp_path, LIMITS + taken))
-    for each in ("only_deterministic", "takes_lengths", "only_large_head_dim"):
+    for each in ("only_deterministic", "only_left_over", "only_large_head_dim"):
         assert getattr(step, each) is (each == condition)
+    assert step.takes_lengths is (condition in ("takes_lengths", "only_left_over"))
     assert step.few is None
     assert step.is_candidate() == (condition is None)
     assert step.is_candidate(deterministic=True) == (condition in (None, "only_deterministic"))

@@ -34,7 +34,9 @@ STEPS, BACKWARD_STEPS = (
     [step.name for step in all_steps() if step.takes_lengths and step.operation == operation]
     for operation in (FORWARD, BACKWARD)
 )
-STEP, BACKWARD_STEP = STEPS[-1], BACKWARD_STEPS[-1]
+# Those that are taken where nothing else is asked for.
+STEP = STEPS[-1]
+BACKWARD_STEP = [name for name in BACKWARD_STEPS if not find_step(name).only_left_over][-1]
 
 
 def int32(*values: int, device: str = "cpu") -> torch.Tensor:
@@ -367,6 +369,24 @@ def test_steps_for_lengths_are_chosen_for_them_alone(monkeypatch) -> None:
         op.highest_step(CpuBackend(), FORWARD, inputs, False, lengths=Lengths())
 
 
+def test_a_step_for_what_is_left_is_chosen_last(monkeypatch) -> None:
+    """However high it is; and first where the others give other bits each time."""
+    first = find_step("v01")
+    lengths = replace(first, name="v97", takes_lengths=True)
+    left = replace(lengths, name="v98", only_left_over=True)
+    inputs = tuple(batched().values())
+
+    def found(*steps, **options):
+        monkeypatch.setattr(op, "all_steps", lambda: steps)
+        return op.highest_step(CpuBackend(), FORWARD, inputs, False, lengths=Lengths(), **options)
+
+    assert found(lengths, left) is lengths
+    assert found(first, left) is left
+    unordered = replace(lengths, unordered=("o",))
+    assert found(unordered, left) is unordered
+    assert found(unordered, left, deterministic=True) is left
+
+
 # What is given to attention() beside or instead of batched().
 BAD_BATCH = {
     "a number": ({"window": 4}, r"window must be a pair \(left, right\), not int"),
@@ -431,7 +451,7 @@ BAD_BATCH = {
     "no step": ({"window": (1, 1), "step": "v99"}, "no step 'v99'; the steps are v01, v02"),
     "an older backward step": (
         {"window": (1, 1), "backward_step": "b01"},
-        f"b01 takes no window: the steps that do are {BACKWARD_STEP}",
+        f"b01 takes no window: the steps that do are {', '.join(BACKWARD_STEPS)}",
     ),
     "a forward step as a backward step": (
         {"seqused_k": int32(1, 2), "backward_step": STEP},
@@ -559,7 +579,8 @@ BAD_PACK = {
     ),
     "an older backward step": (
         {"backward_step": "b01"},
-        f"b01 takes no cu_seqlens_q and no cu_seqlens_k: the steps that do are {BACKWARD_STEP}",
+        "b01 takes no cu_seqlens_q and no cu_seqlens_k: the steps that do are "
+        + ", ".join(BACKWARD_STEPS),
     ),
 }
 

@@ -42,7 +42,11 @@ from verify.tests.fake_records import fake_lengths
 V01, V02 = all_steps()[:2]
 B01, B02 = [step for step in all_steps() if step.operation == BACKWARD][:2]
 WITH_LENGTHS = {
-    operation: [s for s in all_steps() if s.takes_lengths and s.operation == operation][::-1]
+    operation: [
+        step
+        for step in reversed(all_steps())
+        if step.operation == operation and step.takes_lengths and not step.only_left_over
+    ]
     for operation in (FORWARD, BACKWARD)
 }
 PADDING = {FORWARD: "v12", BACKWARD: "b10"}

@@ -1,13 +1,14 @@
-// b14 -- wide heads, packed: lengths and windows, backward, above head_dim 128
-// draft: has not run on a GPU
-// taken: only for lengths and windows; b07 has none to look up
-// change: of b13, whose warpgroups have dV and dK, the mask and the schedule, as b11 has them of b08. Tiles of
-//     a sequence's queries have places of their own, and so have tiles of its keys. Blocks of
+// b14 -- lengths, every bit repeats: gradients with lengths and windows, without reductions
+// draft: no GPU has run it
+// taken: only for lengths and windows that no other step takes; b11 has five products where this has seven
+// change: of b13, whose warpgroups have dV and dK, the mask and the schedule, as b11 has them of b08. Tiles
+//     of a sequence's queries have places of their own, and so have tiles of its keys. Blocks of
 //     attention_dk_dv are persistent, and take these by ticket
-// why: up to head_dim 128 b11 sums dQ in reductions; above, its tiles do not fit. Models with windows have
-//     heads of 256, too, as Gemma. Predicted: the TFLOP/s of b07 of what is visible, less the parts of tiles
-//     at the ends of sequences and windows
-// limits: bf16, fp16; head_dim 136-256 by 8; sm_90a
+// why: b11 adds to dQ in any order, and keeps too much in shared memory for head_dim above 128. But models
+//     that look through windows have heads of 256, too (Gemma), and who looks for a mistake wants the same
+//     bits twice. Predicted: above 128 the TFLOP/s of b07 of what is visible, less the parts of tiles at
+//     the ends of sequences and windows
+// limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "backward_lengths.cuh"
 #include "bulk.cuh"
 #include "copy.cuh"
@@ -38,7 +39,7 @@ constexpr int BOX_ROWS = 64;                    // that one copy loads
 // 192 Q is in registers beside dQ, S and dP.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
 constexpr int DQ_KEYS = 64;
-constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 192;
+constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 192 && DIM != DQ_KEYS;  // see K_IN_REGISTERS
 // Tiles in shared memory. Where there is room for one of V alone, there are two of K, which dS K reads long
 // after dO V^T has read V.
 constexpr int K_STAGES = 2, V_STAGES = HEAD_DIM <= 192 ? 2 : 1;
@@ -46,7 +47,8 @@ constexpr int K_STAGES = 2, V_STAGES = HEAD_DIM <= 192 ? 2 : 1;
 // attention_dk_dv: both warpgroups of a block have the same 64 keys, and take the queries tile by tile: 0
 // computes S^T, P and dV, and 1 computes dP^T, dS and dK from the P that 0 passes on.
 constexpr int DKV_KEYS = 64, DKV_QUERIES = 64;
-constexpr bool K_IN_REGISTERS = HEAD_DIM <= 192;  // and V
+// And V. ptxas 13.0 may give P or dS some of these where the gradient is as wide as a tile, as S and dP are.
+constexpr bool K_IN_REGISTERS = HEAD_DIM <= 192 && DIM != DKV_QUERIES;
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int ROWS>
