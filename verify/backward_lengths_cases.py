@@ -17,7 +17,7 @@ from common.problem import Shape
 from verify.backward_cases import layouts_of, one_large_row, saved_without
 from verify.case import Case
 from verify.gradients import sequences_of_all_sizes
-from verify.inputs import deep_logits, one_hot_at_first_tiles, one_hot_next_to_tiles
+from verify.inputs import one_hot_at_first_tiles, one_hot_next_to_tiles
 from verify.layouts import contiguous, expanded_rows, packed, padded, transposed
 from verify.lengths import CaseLengths
 from verify.lengths_cases import few, packed_case, used_case
@@ -210,15 +210,15 @@ _OWN = (
         causal=True,
         layouts=(contiguous,) * 3 + (packed, transposed, padded, packed, padded),
     ),
-    # Above 128 columns, where a work is 64 keys: the same once more.
+    # Where a work is 64 keys, whatever the columns: the same once more.
     packed_case(
-        "wide_ragged", (2, 1), 136, BF16, (37, 1, 0, 140, 5, 65, 0), (50, 130, 17, 131, 0, 1, 0)
+        "half_ragged", (2, 1), 128, BF16, (37, 1, 0, 140, 5, 65, 0), (50, 130, 17, 131, 0, 1, 0)
     ),
     packed_case(
-        "wide_causal", (2, 1), 136, BF16, (0, 70, 200, 1, 20, 3), (4, 150, 90, 1, 0, 3), causal=True
+        "half_causal", (2, 1), 128, BF16, (0, 70, 200, 1, 20, 3), (4, 150, 90, 1, 0, 3), causal=True
     ),
     packed_case(
-        "wide_tiles_in_window",
+        "half_tiles_in_window",
         (1, 1),
         256,
         FP16,
@@ -227,20 +227,12 @@ _OWN = (
         window=(65, 65),
     ),
     packed_case(
-        "wide_warps_in_window",
-        (1, 1),
-        136,
-        BF16,
-        (150, 150, 200),
-        (151, 149, 200),
-        window=(78, 78),
-        softmax_scale=0.06,
-        **_NEXT_TO_TILES,
+        "half_warps_in_window", (1, 1), 256, FP16, (150, 150, 200), (151, 149, 200), window=(78, 78)
     ),
     packed_case(
-        "wide_keys_not_used",
+        "half_keys_not_used",
         (1, 1),
-        136,
+        128,
         BF16,
         (2, 1, 40, 2, 0, 1, 3),
         (130, 65, 130, 66, 70, 64, 140),
@@ -249,18 +241,18 @@ _OWN = (
         causal=True,
     ),
     packed_case(
-        "wide_33",
+        "half_33",
         (1, 1),
-        136,
+        128,
         BF16,
         [n % 8 for n in few(6, 33, 150)],
         [n % 13 if n % 3 == 0 else n * (n > 70) for n in few(7, 33, 80)],
         causal=True,
     ),
-    packed_case("wide_no_queries", (2, 1), 192, BF16, (0, 40, 0, 0, 3, 0), (150, 40, 0, 65, 64, 1)),
-    used_case("wide_used", Shape(3, 2, 1, 70, 150, 192), BF16, (150, 20, 79), (60, 100)),
+    packed_case("half_no_queries", (2, 1), 128, BF16, (0, 40, 0, 0, 3, 0), (150, 40, 0, 65, 64, 1)),
+    used_case("half_used", Shape(3, 2, 1, 70, 150, 256), FP16, (150, 20, 79), (100, 10)),
     packed_case(
-        "wide_dout_of_sequences",
+        "half_dout_of_sequences",
         (4, 2),
         256,
         FP16,
@@ -268,12 +260,11 @@ _OWN = (
         (90, 65, 7, 20, 5, 40),
         dout=sequences_of_all_sizes,
     ),
-    packed_case("wide_dout_large_row", (4, 1), 256, FP16, (30, 200), (10, 12), dout=one_large_row),
-    packed_case("wide_deep_logits", (1, 1), 136, BF16, (70, 90), (45, 70), inputs=deep_logits),
+    packed_case("half_dout_large_row", (4, 1), 256, FP16, (30, 200), (10, 12), dout=one_large_row),
     packed_case(
-        "wide_rows_without_keys",
+        "half_rows_without_keys",
         (2, 1),
-        136,
+        128,
         BF16,
         (70, 40, 0),
         (90, 150, 10),
@@ -282,11 +273,11 @@ _OWN = (
         causal=True,
         saved=saved_without(slice(61, None)),
     ),
-    packed_case("wide_gqa_4", (4, 1), 192, BF16, (140, 30), (130, 70), window=(150, 100)),
+    packed_case("half_gqa_4", (4, 1), 256, FP16, (140, 30), (130, 70), window=(150, 100)),
     packed_case(
-        "wide_dout_strided",
+        "half_dout_strided",
         (2, 2),
-        136,
+        128,
         BF16,
         (70, 3, 40),
         (45, 90, 20),
