@@ -781,8 +781,7 @@ def highest_step(
     few = _few(q, others[0], causal, lengths) if others else None
     v_head_dim = others[1].shape[3] if others else q.shape[3]
     newest_first = _steps_of(operation)[::-1]
-    steps = sorted(newest_first, key=lambda step: step.only_left_over)
-    for step in steps:
+    for step in sorted(newest_first, key=lambda step: step.only_left_over):
         if step.takes_lengths != (lengths is not None):
             continue
         if step.draft or step.only_deterministic > deterministic or step.few not in (None, few):

@@ -210,13 +210,7 @@ _OWN = (
         causal=True,
         layouts=(contiguous,) * 3 + (packed, transposed, padded, packed, padded),
     ),
-    # Where a work is 64 keys, whatever the columns: the same once more.
-    packed_case(
-        "half_ragged", (2, 1), 128, BF16, (37, 1, 0, 140, 5, 65, 0), (50, 130, 17, 131, 0, 1, 0)
-    ),
-    packed_case(
-        "half_causal", (2, 1), 128, BF16, (0, 70, 200, 1, 20, 3), (4, 150, 90, 1, 0, 3), causal=True
-    ),
+    # The ends of tiles and of keys once more, where a work is 64 keys whatever the columns.
     packed_case(
         "half_tiles_in_window",
         (1, 1),
@@ -240,50 +234,7 @@ _OWN = (
         window=(1, UNLIMITED),
         causal=True,
     ),
-    packed_case(
-        "half_33",
-        (1, 1),
-        128,
-        BF16,
-        [n % 8 for n in few(6, 33, 150)],
-        [n % 13 if n % 3 == 0 else n * (n > 70) for n in few(7, 33, 80)],
-        causal=True,
-    ),
-    packed_case("half_no_queries", (2, 1), 128, BF16, (0, 40, 0, 0, 3, 0), (150, 40, 0, 65, 64, 1)),
     used_case("half_used", Shape(3, 2, 1, 70, 150, 256), FP16, (150, 20, 79), (100, 10)),
-    packed_case(
-        "half_dout_of_sequences",
-        (4, 2),
-        256,
-        FP16,
-        (70, 3, 0, 130, 9, 30),
-        (90, 65, 7, 20, 5, 40),
-        dout=sequences_of_all_sizes,
-    ),
-    packed_case("half_dout_large_row", (4, 1), 256, FP16, (30, 200), (10, 12), dout=one_large_row),
-    packed_case(
-        "half_rows_without_keys",
-        (2, 1),
-        128,
-        BF16,
-        (70, 40, 0),
-        (90, 150, 10),
-        used=(80, 140, 10),
-        window=(40, UNLIMITED),
-        causal=True,
-        saved=saved_without(slice(61, None)),
-    ),
-    packed_case("half_gqa_4", (4, 1), 256, FP16, (140, 30), (130, 70), window=(150, 100)),
-    packed_case(
-        "half_dout_strided",
-        (2, 2),
-        128,
-        BF16,
-        (70, 3, 40),
-        (45, 90, 20),
-        causal=True,
-        layouts=(contiguous,) * 3 + (packed, transposed, padded, packed, padded),
-    ),
     # Sixteen heads, then four.
     packed_case(
         "packed_sections_gpu",

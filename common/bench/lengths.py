@@ -115,7 +115,7 @@ def chosen_steps(steps: Sequence[Step], operation: Operation) -> Chosen:
         return found
 
     def with_lengths(ladder: Operation) -> list[Step]:
-        """But those that attention() takes only for what no cell is: for larger head_dims."""
+        """But those that attention() takes where no other does: no cell is like that."""
         return newest_first(
             ladder, lambda step: step.takes_lengths and not step.only_left_over, "takes lengths"
         )

@@ -238,8 +238,9 @@ class GpuBackend:
     def _l2_fetch_bytes(self, step: Step, module) -> int:
         """As the step defines it, of fast memory FAST_FETCH_BYTES at most; or else the most."""
         told = self._defined(step, module, "l2_fetch_bytes", 0, L2_FETCH_BYTES)
-        most = FAST_FETCH_BYTES if told and self._has_fast_memory else L2_FETCH_BYTES[-1]
-        return min(told or most, most)
+        if not told:
+            return L2_FETCH_BYTES[-1]
+        return min(told, FAST_FETCH_BYTES) if self._has_fast_memory else told
 
     def _defined(
         self, step: Step, module, name: str, default: int, allowed: tuple[int, ...]

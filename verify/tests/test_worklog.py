@@ -133,6 +133,15 @@ def test_tables(root):
     assert "| `attention_forward` | 111 | 1 KiB | 2 KiB | 0 B | 4 B | 8 B |" in text
 
 
+def test_memory_is_that_of_a_step_for_any_call(root):
+    """Not of the newest one, if that is for few queries."""
+    few = next(step for step in all_steps() if step.few)
+    write_record(root / f"profiles/h200/{few.name}.json", fake_record(few, baseline=V02))
+    ladder = record_set_of(root).of(FORWARD)
+    assert few.name in ladder.measured.records
+    assert [*rows.memory(ladder)[0]["bytes"]] == ["v01", "v02"]
+
+
 def test_rows_are_plain_values(root):
     write_record(root / "profiles/static/v02.json", fake_static_record(V02))
     write_record(root / "profiles/h200/grid.json", fake_grid(V01, V02))
