@@ -69,11 +69,14 @@ struct Place {
 template <int NUM_PANELS, int ROWS>
 using Panels = Element[NUM_PANELS][ROWS][PANEL];
 
+constexpr int SENDERS =
+    SLICES > 1 ? 128 : 1;  // threads of a warpgroup; a block that is alone has none
+
 // For a warpgroup's rows, what threads of other blocks send the threads of the same number: as it lies
 // in their registers.
 template <int KEYS>
 struct Exchange {
-    float prob[KEYS / 16][128][4];  // P, from the block that computes the softmax
+    float prob[KEYS / 16][SENDERS][4];  // P, from the block that computes the softmax
     // Likewise, of 8 upper and 8 lower rows of a warp: the factors of O, and 1 / l with the last P.
     float factors[32][4];
     // What is sent has arrived; and, at the sender, every warp has read it.
@@ -83,14 +86,13 @@ struct Exchange {
 // Of a block, for tiles of KEYS keys.
 template <int KEYS>
 struct alignas(1024) SharedMemoryOf {  // the swizzle's pattern: 8 rows of 128 bytes
-    static constexpr int SENT_KEYS = SLICES > 1 ? KEYS : 16;  // a block that is alone sends nothing
-    Panels<PANELS, BLOCK_M> q;                                // and O, in the last panel
+    Panels<PANELS, BLOCK_M> q;         // and O, in the last panel
     Panels<PANELS, KEYS> k[NUM_STAGES];
     Panels<V_PANELS, KEYS> v[NUM_STAGES];
     // S of the other slices, sent to the block that computes the softmax; of a block's warpgroups at
     // most one's.
-    float partial[SLICES > 1 ? SLICES - 1 : 1][SENT_KEYS / 8][128][4];
-    Exchange<SENT_KEYS> exchange[CONSUMERS];
+    float partial[SLICES > 1 ? SLICES - 1 : 1][KEYS / 8][SENDERS][4];
+    Exchange<KEYS> exchange[CONSUMERS];
     WorkTile work[CONSUMERS][2];                     // the one whose Q is there, and the one before
     Mbarrier q_full[CONSUMERS], q_empty[CONSUMERS];  // of a warpgroup's rows
     Mbarrier k_full[NUM_STAGES], v_full[NUM_STAGES];    // the tile has arrived
@@ -101,11 +103,11 @@ struct alignas(1024) SharedMemoryOf {  // the swizzle's pattern: 8 rows of 128 b
 // and V_DIM / 2 of O beside the rest.
 template <int KEYS>
 constexpr bool fits() {
-    const bool has_registers = KEYS <= 64 || (SLICES == 1 && 3 * KEYS / 4 + V_DIM / 2 <= 168);
-    return has_registers && sizeof(SharedMemoryOf<KEYS>) <= MOST_SMEM;
+    return sizeof(SharedMemoryOf<KEYS>) <= MOST_SMEM && 3 * KEYS / 4 + V_DIM / 2 <= 176;
 }
 constexpr int BLOCK_N = fits<128>()  ? 128
                         : fits<96>() ? 96
+                        : fits<80>() ? 80
                         : fits<64>() ? 64
                                      : 48;  // keys of a tile
 using SharedMemory = SharedMemoryOf<BLOCK_N>;
@@ -167,7 +169,9 @@ struct Schedule {
             section_heads = max(1, rounds * clusters / q_blocks);
             if (10 * section_heads * q_blocks >= 9 * rounds * clusters) break;
         }
-        const float head_bytes = float(p.seq_k) * ((HEAD_DIM + V_HEAD_DIM) * sizeof(Element));
+        // Heads of a group share K and V.
+        const float head_bytes =
+            float(p.seq_k) * ((HEAD_DIM + V_HEAD_DIM) * sizeof(Element)) * p.kv_heads / p.heads;
         if (section_heads * head_bytes > CACHED_BYTES || section_heads > num_heads)
             section_heads = num_heads;
         const int num_work = q_blocks * num_heads, full_rounds = num_work / clusters;
@@ -457,7 +461,6 @@ extern "C" __global__ void __cluster_dims__(SLICES) __launch_bounds__(NUM_THREAD
     const auto send_p = [&](int number) {
         if constexpr (SLICES > 1) {
             wait_for(exchange.p_empty, number - 1);
-            __syncwarp();  // lanes that send no factors have seen the phase, too
 #pragma unroll
             for (int step = 1; step < SLICES; ++step) {
                 const int to = (rank + step) % SLICES;
