@@ -20,6 +20,8 @@ enum Size { BATCH, HEADS, KV_HEADS, SEQ_Q, SEQ_K, NUM_SIZES };  // as in launch.
 constexpr int PADDED_Q = NUM_SIZES, MOST_TILE_ROWS = 128;       // as in lengths.h
 constexpr int COLUMNS = PADDED_Q + 1;                           // as in slices.cuh
 constexpr int GROUP_ROWS = COLUMNS + 1;                         // as in group_rows.cuh
+// With so many rows of queries that share a head of keys, or fewer, its keys are read once.
+constexpr int MOST_ROWS_ONCE = 128;
 
 // As cuTensorMapEncodeTiled: a map of `rank` axes, the innermost one first. Strides are in bytes, and
 // the innermost axis has none.
@@ -47,6 +49,7 @@ struct Kernel {
 struct Plan {
     EncodeMap* encode;
     int32_t data_type, l2_promotion;  // the driver's enums
+    int32_t l2_promotion_once;        // where keys are read once
     int32_t columns, element_bytes;   // columns: the size COLUMNS
     int32_t alignment;                // bytes that divide every row's address
     int32_t operands, workspaces, scalars;
@@ -90,7 +93,7 @@ bool fits(const Plan& plan, const Operand& operand, int64_t address, const Tenso
 }
 
 int encode(const Plan& plan, const Operand& operand, int64_t address, const Tensor& t,
-           unsigned char* map) {
+           const int32_t* sizes_of_call, unsigned char* map) {
     alignas(MAP_ALIGNMENT) unsigned char bits[MAP_BYTES] = {};
     uint64_t sizes[MAX_AXES], strides[MAX_AXES - 1];
     for (int axis = 0; axis < AXES; ++axis) sizes[axis] = t.sizes[AXES - 1 - axis];
@@ -106,9 +109,11 @@ int encode(const Plan& plan, const Operand& operand, int64_t address, const Tens
     const uint32_t box[MAX_AXES] = {uint32_t(operand.box_columns), uint32_t(operand.box_rows), 1, 1,
                                     1};
     const uint32_t every_element[MAX_AXES] = {1, 1, 1, 1, 1};
+    const bool reads_once = sizes_of_call[GROUP_ROWS] <= MOST_ROWS_ONCE;
     const int status =
         plan.encode(bits, plan.data_type, AXES + is_ragged, reinterpret_cast<void*>(address), sizes,
-                    strides, box, every_element, 0, operand.swizzle, plan.l2_promotion, 0);
+                    strides, box, every_element, 0, operand.swizzle,
+                    reads_once ? plan.l2_promotion_once : plan.l2_promotion, 0);
     std::memcpy(map, bits, sizeof bits);
     return status;
 }
@@ -161,7 +166,7 @@ int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, cons
         }
         if (!fits(*plan, operand, addresses[i], t, sizes)) return UNFIT;
         if (operand.box_rows)
-            if (const int status = encode(*plan, operand, addresses[i], t, map))
+            if (const int status = encode(*plan, operand, addresses[i], t, sizes, map))
                 return 1 + i + 256 * status;
         map += MAP_BYTES;
     }

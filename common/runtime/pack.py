@@ -66,6 +66,7 @@ class _Plan(ctypes.Structure):
         ("encode", ctypes.c_void_p),
         ("data_type", ctypes.c_int32),
         ("l2_promotion", ctypes.c_int32),
+        ("l2_promotion_once", ctypes.c_int32),
         ("columns", ctypes.c_int32),
         ("element_bytes", ctypes.c_int32),
         ("alignment", ctypes.c_int32),
@@ -89,7 +90,7 @@ def library() -> ctypes.CDLL:
 def simt_encoder(spec: Specialization) -> MapEncoder:
     """Encodes what the SIMT runtime reads as a map: struct TensorMapFields of simt/tensor_map.h."""
     function = ctypes.cast(library().encode_for_simt, ctypes.c_void_p).value
-    return MapEncoder(function, DTYPES[spec.dtype].itemsize, 0, str)
+    return MapEncoder(function, DTYPES[spec.dtype].itemsize, 0, 0, str)
 
 
 class Packer:
@@ -121,6 +122,7 @@ class Packer:
             encoder.function,
             encoder.data_type,
             encoder.l2_promotion,
+            encoder.l2_promotion_once,
             max(spec.head_dim, spec.v_head_dim),
             DTYPES[spec.dtype].itemsize,
             descriptor.alignment,

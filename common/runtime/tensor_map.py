@@ -29,18 +29,28 @@ class MapEncoder:
     function: int  # the address of one like cuTensorMapEncodeTiled
     data_type: int
     l2_promotion: int
+    l2_promotion_once: int  # where so few queries share keys that these are read once
     status_name: Callable[[int], str]
 
 
-def driver_encoder(spec: Specialization, l2_fetch_bytes: int = L2_FETCH_BYTES[-1]) -> MapEncoder:
+def driver_encoder(
+    spec: Specialization,
+    l2_fetch_bytes: int = L2_FETCH_BYTES[-1],
+    l2_fetch_bytes_once: int = L2_FETCH_BYTES[-1],
+) -> MapEncoder:
     """Encodes the hardware's bits: l2_fetch_bytes, one of L2_FETCH_BYTES, is what L2 fetches from
-    memory at once. Needs a CUDA context.
+    memory at once, and l2_fetch_bytes_once where keys are read once. Needs a CUDA context.
     """
     driver = bindings()
+
+    def promotion(num_bytes: int) -> int:
+        return getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{num_bytes}B")
+
     return MapEncoder(
         address("cuTensorMapEncodeTiled"),
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_DATA_TYPES[spec.dtype]}"),
-        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{l2_fetch_bytes}B"),
+        promotion(l2_fetch_bytes),
+        promotion(l2_fetch_bytes_once),
         status_name,
     )
 

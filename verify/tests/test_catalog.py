@@ -629,7 +629,7 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
         ((5, 28, 28, 128, 3270, 128, True), None),
         ((5, 28, 28, 128, 131072, 128, False), None),
         # 128 rows at most in full rounds of work tiles that share no keys.
-        ((64, 16, 16, 128, 2048, 128, False), FEW_QUERIES),
+        ((64, 16, 16, 128, 2048, 128, False), FEW_WORK_TILES),
         ((64, 16, 16, 128, 2047, 128, False), None),
         ((64, 16, 16, 128, 2048, 128, True), None),
         ((64, 16, 16, 128, 131072, 96, False), None),

@@ -179,7 +179,7 @@ def test_threads_pack_at_the_same_time() -> None:
         return 0
 
     spec = Specialization(8, "bf16", causal=False)
-    encoder = MapEncoder(ctypes.cast(encode, ctypes.c_void_p).value, 0, 0, str)
+    encoder = MapEncoder(ctypes.cast(encode, ctypes.c_void_p).value, 0, 0, 0, str)
     boxes = dict.fromkeys(("q", "k", "v", "o"), Box(16, 8, 0))
     packer = make_packer(FORWARD, spec, encoder, **boxes)
 
@@ -196,6 +196,32 @@ def test_threads_pack_at_the_same_time() -> None:
             assert struct.unpack_from("Q", bytes(getattr(params, f"{name}_map"))) == (t.data_ptr(),)
             assert getattr(params, name) == t.data_ptr()
         assert params.seq_q == tensors[0].shape[2]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "seq_q", "told"),
+    [(1, 1, 128, 3), (1, 1, 129, 2), (8, 2, 32, 3), (8, 2, 33, 2), (8, 8, 128, 3)],
+)
+def test_maps_are_for_keys_that_are_read_once_or_often(heads, kv_heads, seq_q, told) -> None:
+    promotions = []
+
+    @ctypes.CFUNCTYPE(
+        ctypes.c_int,
+        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p),
+        *[ctypes.c_void_p] * 4,
+        *[ctypes.c_int] * 4,
+    )
+    def encode(place, data_type, rank, address, sizes, strides, box, steps, *enums):
+        promotions.append(enums[2])
+        return 0
+
+    encoder = MapEncoder(ctypes.cast(encode, ctypes.c_void_p).value, 0, 2, 3, str)
+    spec = Specialization(8, "bf16", causal=False)
+    boxes = dict.fromkeys(("q", "k", "v", "o"), Box(16, 8, 0))
+    q, k = (torch.zeros(2, count, seq_q, 8, dtype=torch.bfloat16) for count in (heads, kv_heads))
+    lse = torch.zeros(2, heads, seq_q)
+    assert make_packer(FORWARD, spec, encoder, **boxes)([q, k, k, q, lse], [0.5])
+    assert promotions == [told] * 4
 
 
 def test_outputs_lie_like_the_inputs_they_resemble() -> None:

@@ -181,13 +181,15 @@ def test_l2_fetches_what_the_encoder_is_told(monkeypatch) -> None:
     monkeypatch.setattr(tensor_map, "address", lambda name: 0)
     spec = specialization([torch.zeros(1, 1, 7, 64, dtype=BF16)], causal=False)
     promotions = driver.CUtensorMapL2promotion
-    for told, promotion in (
-        ((), promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
-        ((64,), promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_64B),
-        ((128,), promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B),
-        ((256,), promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
-    ):
-        assert driver_encoder(spec, *told).l2_promotion is promotion
+    by_bytes = {
+        64: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_64B,
+        128: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        256: promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+    }
+    for told, (often, once) in (((), (256, 256)), ((128, 64), (128, 64)), ((256, 128), (256, 128))):
+        encoder = driver_encoder(spec, *told)
+        assert encoder.l2_promotion is by_bytes[often]
+        assert encoder.l2_promotion_once is by_bytes[once]
 
 
 def test_a_driver_that_is_too_old_is_named(monkeypatch) -> None:
@@ -216,7 +218,7 @@ def test_what_the_driver_refuses_is_named() -> None:
         return 1
 
     def encoder(spec):
-        return MapEncoder(ctypes.cast(refuse, ctypes.c_void_p).value, 0, 0, "STATUS_{}".format)
+        return MapEncoder(ctypes.cast(refuse, ctypes.c_void_p).value, 0, 0, 0, "STATUS_{}".format)
 
     message = (
         r"v08 copies k by a tensor map, and the driver rejects one \(STATUS_1\) of shape "
