@@ -121,7 +121,7 @@ def attention(
         backward_step: likewise "b01" or a path, of the step that computes the gradients.
         deterministic: take only steps that give the same bits each time, in the backward pass of
             this call as well. Implied by torch.use_deterministic_algorithms(True), also where that
-            is to warn only. With a window or seqused_k no step computes such gradients yet.
+            is to warn only.
         return_lse: also return log sum exp of each row of scaled scores, float32
             [batch, heads, seq_q], which has no gradient: it does not require grad.
 
@@ -133,8 +133,7 @@ def attention(
     Raises:
         UsageError: the inputs are inconsistent, have a tangent of forward-mode AD, or are not
             supported by the step or the device. Also in the backward pass, where no step can
-            compute the gradients, as with a head_dim above 128 and a window or seqused_k, and where
-            a second derivative is asked for.
+            compute the gradients, and where a second derivative is asked for.
 
     It keeps q, k, v, o, lse and seqused_k for the backward pass, which computes all three
     gradients, with the layouts of q, k and v, and copies the gradient of o where the step cannot
@@ -270,7 +269,7 @@ def attention_varlen(
             one that can run these inputs and is no draft.
         backward_step: likewise "b11" or a path, of the step that computes the gradients.
         deterministic: take only steps that give the same bits each time. Implied by
-            torch.use_deterministic_algorithms(True). No step computes such gradients yet.
+            torch.use_deterministic_algorithms(True).
         return_lse: also return log sum exp of each row of scaled scores, float32 [heads, total_q],
             which has no gradient: it does not require grad.
 
@@ -280,8 +279,8 @@ def attention_varlen(
     Raises:
         UsageError: the inputs are inconsistent, have a tangent of forward-mode AD, or are not
             supported by the step or the device; or this is under torch.vmap. Also in the backward
-            pass, where no step can compute the gradients, as with a head_dim above 128 or
-            deterministic=True, and where a second derivative is asked for.
+            pass, where no step can compute the gradients, and where a second derivative is asked
+            for.
 
     It keeps q, k, v, o, lse and the lengths for the backward pass, as attention() does: change none
     of them in place before. The gradients of keys that are not there, or that no query sees, are 0,

@@ -370,11 +370,9 @@ def _lengths() -> Iterator[tuple[str, Sequences]]:
 
 
 LENGTHS = dict(_lengths())  # by a cell's name
-# Of those, what models are trained with, up to the head_dim of the steps.
+# Of those, what models are trained with.
 LENGTHS_BACKWARD = {
-    name: sequences
-    for name, sequences in LENGTHS.items()
-    if sequences.head_dim <= 128 and not sequences.seqused_k
+    name: sequences for name, sequences in LENGTHS.items() if not sequences.seqused_k
 }
 # One sequence over several GPUs: 16 heads of their own keys, and Llama 3's 64 query heads on 8.
 SHARDED = {

@@ -1,5 +1,4 @@
 // b14 -- lengths, every bit repeats: gradients with lengths and windows, without reductions
-// draft: no GPU has run it
 // taken: only for lengths and windows that no other step takes; b11 has five products where this has seven
 // change: of b13, whose warpgroups have dV and dK, the mask and the schedule, as b11 has them of b08. Tiles
 //     of a sequence's queries have places of their own, and so have tiles of its keys. Blocks of

@@ -69,8 +69,8 @@ struct Place {
 template <int NUM_PANELS, int ROWS>
 using Panels = Element[NUM_PANELS][ROWS][PANEL];
 
-constexpr int SENDERS =
-    SLICES > 1 ? 128 : 1;  // threads of a warpgroup; a block that is alone has none
+// Threads of a warpgroup that send: a block that is alone sends nothing.
+constexpr int SENDERS = SLICES > 1 ? 128 : 1;
 
 // For a warpgroup's rows, what threads of other blocks send the threads of the same number: as it lies
 // in their registers.
@@ -86,7 +86,8 @@ struct Exchange {
 // Of a block, for tiles of KEYS keys.
 template <int KEYS>
 struct alignas(1024) SharedMemoryOf {  // the swizzle's pattern: 8 rows of 128 bytes
-    Panels<PANELS, BLOCK_M> q;         // and O, in the last panel
+    // And O, in the last panel.
+    Panels<PANELS, BLOCK_M> q;
     Panels<PANELS, KEYS> k[NUM_STAGES];
     Panels<V_PANELS, KEYS> v[NUM_STAGES];
     // S of the other slices, sent to the block that computes the softmax; of a block's warpgroups at

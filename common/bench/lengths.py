@@ -3,8 +3,8 @@
 The record is profiles/<gpu>/lengths.json, lengths_backward.json of the backward ladder. Its keys
 are those of headline.py, but for these:
 
-sources     the hashes of the steps that take lengths, the newest first, then of the one that
-            attention() takes without: that computes a batch in which sequences are padded
+sources     the hashes of the steps that take lengths, as attention() prefers them, then of the one
+            that it takes without: that computes a batch in which sequences are padded
 skipped     the cells whose tensors do not fit into the device's memory, by name: what that said
 cells       in the order of CELLS, each an interleaved run of its own
 title, group        of a cell, and what else Sequences.as_record() has
@@ -13,9 +13,9 @@ visible     of a cell: how many pairs of a query and a key that it sees there ar
 window      of a cell: how many keys before and after its own a query sees, null for all
 routes      of a cell: which code a peer runs
 slow        of a cell: who was timed in rounds of their own; environment is that of the others'
-attentions  of a cell, by name: the step that attention() takes for it, the other steps, the peers
-            and, where a batch of padded sequences gives the same outputs, "padded_" and its step;
-            or why one is missing
+attentions  of a cell, by name: the step that attention() takes for it, the other steps that take
+            its head_dim, the peers and, where a batch of padded sequences gives the same outputs,
+            "padded_" and its step; or why one is missing
 difference  of an attention: of its o from the first step's, by comparison.difference_of(); of
             gradients the largest one of theirs
 
@@ -64,13 +64,17 @@ MOST_PADDED_BYTES = 8 * 10**9  # of all inputs and outputs but lse
 
 @dataclass(frozen=True)
 class Chosen:
-    """The steps that take lengths, the newest first, the one that attention() takes without, and
+    """The steps that take lengths, as attention() prefers them, the one that it takes without, and
     the forward step that gives a backward call o and lse.
     """
 
     steps: list[Step]
     padding: Step
     saving: Step
+
+    def fitting(self, case: Case) -> list[Step]:
+        """Of the steps those that take the case's head_dim."""
+        return [step for step in self.steps if not step.limits.refusal(case.specialization)]
 
 
 def measure_lengths(operation: Operation) -> Path:
@@ -85,9 +89,9 @@ def measure_lengths(operation: Operation) -> Path:
     cases = {name: case_of(name, sequences, operation) for name, sequences in cells.items()}
     measured = [*chosen.steps, chosen.padding]
     build_all(backend, dict.fromkeys([*measured, chosen.saving]), cases.values())
-    for spec in dict.fromkeys(case.specialization for case in cases.values()):
-        for step in dict.fromkeys([*chosen.steps, chosen.saving]):
-            if refusal := backend.refusal(step, spec):
+    for case in cases.values():
+        for step in (*(chosen.fitting(case) or chosen.steps), chosen.saving):
+            if refusal := backend.refusal(step, case.specialization):
                 raise UsageError(f"{step.name} {refusal}")
     begun = {
         "schema": SCHEMA,
@@ -114,19 +118,15 @@ def chosen_steps(steps: Sequence[Step], operation: Operation) -> Chosen:
             raise UsageError(f"nothing to measure: there is no {ladder.name} step that {what}")
         return found
 
-    def with_lengths(ladder: Operation) -> list[Step]:
-        """But those that attention() takes where no other does: no cell is like that."""
-        return newest_first(
-            ladder, lambda step: step.takes_lengths and not step.only_left_over, "takes lengths"
-        )
-
     without = newest_first(operation, Step.is_candidate, "attention() takes without lengths")
     saving = newest_first(
         FORWARD,
         lambda step: step.takes_lengths and not step.few,
         "takes lengths of any number of queries",
     )
-    return Chosen(with_lengths(operation), without[0], saving[0])
+    with_lengths = newest_first(operation, lambda step: step.takes_lengths, "takes lengths")
+    with_lengths.sort(key=lambda step: step.only_left_over)
+    return Chosen(with_lengths, without[0], saving[0])
 
 
 def case_of(name: str, sequences: Sequences, operation: Operation = FORWARD) -> Case:
@@ -150,8 +150,9 @@ def measure_cell(backend: GpuBackend, chosen: Chosen, case: Case, sequences: Seq
     sizes = shape.batch, shape.heads, shape.kv_heads, shape.seq_q, shape.seq_k
     window_right = 0 if case.causal else arguments["lengths"].window_right
     few = few_with(arguments["lengths"]._replace(window_right=window_right), *sizes)
-    taken = next(step for step in chosen.steps if step.few in (None, few))
-    steps = [taken, *(step for step in chosen.steps if step is not taken)]
+    fitting = chosen.fitting(case)
+    taken = next(step for step in fitting if step.few in (None, few))
+    steps = [taken, *(step for step in fitting if step is not taken)]
     calls: dict[str, Callable[[], Outputs]] = {
         step.name: partial(run, backend, step, *inputs, **arguments) for step in steps
     }
@@ -168,7 +169,9 @@ def measure_cell(backend: GpuBackend, chosen: Chosen, case: Case, sequences: Seq
     if _is_as_if_padded(sequences):
         names.append(padded := f"{PADDED}{padding.name}")
         padded_bytes = _padded_bytes(operation, sequences)
-        if padded_bytes > MOST_PADDED_BYTES:
+        if refusal := padding.limits.refusal(case.specialization):
+            missing[padded] = refusal
+        elif padded_bytes > MOST_PADDED_BYTES:
             missing[padded] = f"the padded batch takes {padded_bytes / 1e9:.0f} GB"
         else:
             batch = _pad(operation.inputs, inputs, sequences)

@@ -16,7 +16,7 @@ from torch.nn.attention import varlen
 from common import commands
 from common.bench import comparison, lengths, peers, resumed, timing
 from common.bench.peers import Peer, load_with_lengths
-from common.catalog import all_steps
+from common.catalog import all_steps, find_step
 from common.errors import UsageError
 from common.lengths import UNLIMITED, Lengths
 from common.operation import BACKWARD, FORWARD, Operation
@@ -42,12 +42,8 @@ from verify.tests.fake_records import fake_lengths
 V01, V02 = all_steps()[:2]
 B01, B02 = [step for step in all_steps() if step.operation == BACKWARD][:2]
 WITH_LENGTHS = {
-    operation: [
-        step
-        for step in reversed(all_steps())
-        if step.operation == operation and step.takes_lengths and not step.only_left_over
-    ]
-    for operation in (FORWARD, BACKWARD)
+    FORWARD: [find_step("v16"), find_step("v14")],
+    BACKWARD: [find_step("b11"), find_step("b14")],
 }
 PADDING = {FORWARD: "v12", BACKWARD: "b10"}
 # In place of the steps that a cell is measured with.
@@ -102,9 +98,8 @@ def test_cells():
     assert LENGTHS["d256_h8_caches_causal"].shape == Shape(8, 8, 8, 1024, 8192, 256)
     assert LENGTHS["d64_h32_window_1023_causal"].window == (1023, UNLIMITED)
     groups = [sequences.group for sequences in LENGTHS_BACKWARD.values()]
-    assert (groups.count("packed"), groups.count("windows"), len(groups)) == (30, 13, 43)
+    assert (groups.count("packed"), groups.count("windows"), len(groups)) == (36, 16, 52)
     assert all(LENGTHS[name] is each for name, each in LENGTHS_BACKWARD.items())
-    assert {each.head_dim for each in LENGTHS_BACKWARD.values()} == {64, 128}
 
 
 def count_visible(sequences: Sequences) -> int:
@@ -582,6 +577,17 @@ def test_a_batch_that_is_too_large_is_not_padded(timed, monkeypatch):
     assert "missing" in measure(CAUSAL, BACKWARD)["attentions"]["padded_b01"]
 
 
+def test_steps_that_take_other_head_dims_are_left_out(timed, monkeypatch):
+    """And so is the padded batch, where the step for it does not take the cell's."""
+    narrow = replace(V02.limits, highest_head_dim=32)
+    steps = [replace(V02, limits=narrow), replace(V02, name="v03")]
+    monkeypatch.setitem(CHOSEN, FORWARD, lengths.Chosen(steps, replace(V01, limits=narrow), V02))
+    attentions = measure(CAUSAL)["attentions"]
+    assert list(attentions) == ["v03", "flash_attention_3", "varlen_attn", "padded_v01"]
+    told = "takes head_dim 8 to 32 in multiples of 8, not 64"
+    assert attentions["padded_v01"] == {"missing": told}
+
+
 @pytest.mark.parametrize("error", [1.0, float("nan")])
 def test_who_disagrees_with_the_others(timed, error):
     with pytest.raises(UsageError, match=r"v02 agrees with nobody on tiny: .*; varlen_attn: a row"):
@@ -800,8 +806,8 @@ def test_figures():
         cell["attentions"] = {"v02": cell["attentions"]["v02"]}
     backward = lengths_figures(fake_lengths(B02, B01))
     assert list(backward) == list(LENGTHS_FIGURES)
-    assert (backward["cells"], backward["packed_cells"], backward["windows_cells"]) == (42, 29, 13)
-    assert backward["mean"] == pytest.approx((2**29 * 1.5**13) ** (1 / 42))
+    assert (backward["cells"], backward["packed_cells"], backward["windows_cells"]) == (51, 35, 16)
+    assert backward["mean"] == pytest.approx((2**35 * 1.5**16) ** (1 / 51))
     assert (backward["caches_cells"], backward["caches_mean"]) == (0, None)
     assert backward["over_padded"] == pytest.approx(3.0)
     alone = lengths_figures(record)
@@ -838,6 +844,7 @@ def test_rows_of_backward(record_set):
         "head_dim 64, 32 heads",
         "head_dim 128, 16 heads",
         "head_dim 128, 32/8 heads",
+        "head_dim 256, 8 heads",
     ]
     rate = row["by_heads"]["head_dim 128, 16 heads"]["step"]
     assert rate == pytest.approx(LENGTHS["d128_h16_window_1023_causal"].flops(5) / 1e9)
@@ -845,14 +852,14 @@ def test_rows_of_backward(record_set):
 
 def test_table_of_backward(record_set):
     lines = lengths_table.lengths(record_set(), BACKWARD).splitlines()
-    assert lines[0].endswith("| head_dim 128, 16 heads | head_dim 128, 32/8 heads |")
+    assert lines[0].endswith("| head_dim 128, 32/8 heads | head_dim 256, 8 heads |")
     assert lines[2].startswith("| 4 of 4096 | none | 1374 / 687, **2.000 ×** | ")
     caption = lines[-1]
     for told in (
         "TFLOP/s of b02 / of the fastest peer, ",
         "whoever computes more. FLOPs are 2.5 times forward's. b02 over the fastest peer: ",
-        "; packed: geometric mean of 29 cells 2.000 ×, ",
-        "; with windows: geometric mean of 13 cells 1.500 ×, ",
+        "; packed: geometric mean of 35 cells 2.000 ×, ",
+        "; with windows: geometric mean of 16 cells 1.500 ×, ",
         ". b02 over b01 of a batch of the packed ",
         "; q, k, v and dout normally distributed",
         ". All read q, k, v, o and dout where they lie: ",
@@ -956,13 +963,13 @@ def test_tables_without_numbers(record_set, tmp_path):
         ("lengths.d128_h16_ragged_causal.padded_v01.time_ms : .1f", "3.0"),
         ("lengths.d128_h16_caches_causal.varlen_attn.time_ms : .1f", "missing"),
         ("lengths.d256_h8_one_long.v02.time_ms : .1f", "not measured"),
-        ("lengths_backward.mean : .3f", "1.830"),
+        ("lengths_backward.mean : .3f", "1.827"),
         ("lengths_backward.smallest : .1f", "1.5"),
         ("lengths_backward.smallest_cell", "d64_h32_window_127_causal"),
         ("lengths_backward.caches_mean : .1f", "not measured"),
         ("lengths_backward.d128_h16_4x4096.b02.tflops : .0f", "1374"),
         ("lengths_backward.d128_h16_ragged_causal.padded_b01.time_ms : .1f", "3.0"),
-        ("lengths_backward.d128_h32_kv8_one_long.b02.time_ms : .1f", "not measured"),
+        ("lengths_backward.d256_h8_one_long.b02.time_ms : .1f", "not measured"),
         ("h100 lengths_backward.mean : .3f", "not measured"),
     ],
 )
@@ -979,7 +986,7 @@ def test_expression(unchanged, expression, text):
         ("lengths.d128_h16_ragged.v03.time_ms", "no 'v03'; there are v02, flash_attention_3, "),
         ("lengths.d128_h16_ragged.v02.rong", "no 'rong'; there are time_ms, "),
         ("lengths_backward", "'lengths_backward.mean' or 'lengths_backward.d128_h16_ragged.b11.t"),
-        ("lengths_backward.d256_h8_ragged.b02.time_ms", "no 'd256_h8_ragged'; there are d64_"),
+        ("lengths_backward.d256_h8_caches.b02.time_ms", "no 'd256_h8_caches'; there are d64_"),
     ],
 )
 def test_expression_that_means_nothing(unchanged, expression, told):
@@ -1013,7 +1020,7 @@ def test_markers(record_set, tmp_path, monkeypatch):
 
 SMALL = {
     FORWARD: ("d64_h32_tiny_causal", "d128_h16_window_256_256", "d128_h16_caches_causal"),
-    BACKWARD: ("d64_h32_tiny_causal", "d128_h16_window_256_256"),
+    BACKWARD: ("d64_h32_tiny_causal", "d128_h16_window_256_256", "d256_h8_ragged_causal"),
 }
 
 
@@ -1034,7 +1041,7 @@ def test_small_cells_on_a_gpu(monkeypatch, tmp_path, operation):
     record = read_record(lengths.measure_lengths(operation), LENGTHS_RECORD)
     assert [cell["name"] for cell in record["cells"]] == list(names)
     for cell in record["cells"]:
-        assert "missing" not in cell["attentions"][step.name]
+        assert "missing" not in cell["attentions"][chosen.steps[-1].name]
     padded = record["cells"][0]["attentions"][f"padded_{PADDING[operation]}"]
     assert 0 <= padded["difference"] < comparison.MOST_DIFFERENCE
 
