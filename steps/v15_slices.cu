@@ -170,7 +170,7 @@ struct Schedule {
             section_heads = max(1, rounds * clusters / q_blocks);
             if (10 * section_heads * q_blocks >= 9 * rounds * clusters) break;
         }
-        // Heads of a group share K and V.
+        // Heads of a group share K and V. (Of a section with fewer heads than a group this is too little.)
         const float head_bytes =
             float(p.seq_k) * ((HEAD_DIM + V_HEAD_DIM) * sizeof(Element)) * p.kv_heads / p.heads;
         if (section_heads * head_bytes > CACHED_BYTES || section_heads > num_heads)

@@ -22,7 +22,9 @@ from verify.wgmma_operands import mixed_operands
 HEAD_DIMS = (64, 128, 256, 512, 1024)
 # Where v's may differ, of q and k, and of v. Had b13 K in registers at 256 and 64, ptxas would mix
 # it up with P, and at 192 and 256 there are not enough of them.
-OWN_HEAD_DIMS = ((192, 128), (576, 512), (256, 64), (192, 256))
+# v15 has tiles of 80 keys at 384 and 384, and at 256 and 224 in a block that is alone, and of 96 in
+# clusters at 384 and 128.
+OWN_HEAD_DIMS = ((192, 128), (576, 512), (256, 64), (192, 256), (384, 384), (384, 128), (256, 224))
 # The steps that have local memory, and where: a thread of v03 keeps a query row of O, 256 floats in
 # 255 registers, and one of b01 up to four rows; the thread of b10 that loads has 24 registers, and
 # no room for its place while it finds out which work is next; in v15 a block that sends to three

@@ -59,7 +59,8 @@ def missing(cells: Sequence[dict]) -> str:
             if isinstance(each, dict) and "missing" in each:
                 reasons.setdefault(name, Counter())[each["missing"]] += 1
     told = "; ".join(
-        f"{name} in {why.total()} of {len(cells)} cells: {why.most_common(1)[0][0]}"
+        f"{name} in {why.total()} of {len(cells)} cells{', mostly' if len(why) > 1 else ''}: "
+        f"{why.most_common(1)[0][0]}"
         for name, why in reasons.items()
     )
     return f"Missing: {told.rstrip('.')}. " if told else ""

@@ -39,7 +39,7 @@ from .tensor_map import L2_FETCH_BYTES, driver_encoder
 
 POISON = 0xFF  # a byte of a NaN in every dtype
 # In bytes per second; and what L2 is told to fetch at once from memory that is faster. With 256
-# bytes few queries took an H200 (4.9e12) 6 to 14 % longer, and an H100 (3.4e12) up to 0.7 % less.
+# bytes few queries took an H200 (4.9e12) up to 14 % longer, and an H100 (3.4e12) up to 0.7 % less.
 FAST_MEMORY, FAST_FETCH_BYTES = 4e12, 128
 NOTHING = torch.empty(0, dtype=torch.uint8)  # a workspace that a step is not given, at address 0
 
@@ -236,8 +236,8 @@ class GpuBackend:
         return bool(self._defined(step, module, "kernels_start_early", 0, (0, 1)))
 
     def _l2_fetch_bytes(self, step: Step, module) -> tuple[int, int]:
-        """As the step defines it, or else the most, and the same where keys are read once. Of fast
-        memory FAST_FETCH_BYTES at most, but if it defines nothing and they are read often.
+        """As the step defines it, or else the most; and the same where keys are read once. On fast
+        memory at most FAST_FETCH_BYTES, unless the step defines nothing and keys are read often.
         """
         told = self._defined(step, module, "l2_fetch_bytes", 0, L2_FETCH_BYTES)
         often = once = told or L2_FETCH_BYTES[-1]

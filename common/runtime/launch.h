@@ -65,7 +65,8 @@ struct Box {  // what TMA copies at once, elements of one head; rows 0: no such 
 
 // A step may also define, beside it, extern "C" __constant__ int32_t l2_fetch_bytes as 64, 128 or 256:
 // what L2 fetches from memory at once for the boxes of its tensor maps. Of 256 the host makes 128 where
-// memory is as fast as an H200's. A step that does not define it has 256 on every device.
+// memory is as fast as an H200's. A step that does not define it has 256; or 128, where memory is so fast
+// and at most 128 rows share a head of keys.
 struct LaunchDescriptor {
     int32_t alignment;        // bytes that divide every row's address in q, k, v and o
     KernelLaunch kernels[3];  // launched in this order

@@ -20,7 +20,8 @@ enum Size { BATCH, HEADS, KV_HEADS, SEQ_Q, SEQ_K, NUM_SIZES };  // as in launch.
 constexpr int PADDED_Q = NUM_SIZES, MOST_TILE_ROWS = 128;       // as in lengths.h
 constexpr int COLUMNS = PADDED_Q + 1;                           // as in slices.cuh
 constexpr int GROUP_ROWS = COLUMNS + 1;                         // as in group_rows.cuh
-// With so many rows of queries that share a head of keys, or fewer, its keys are read once.
+// With so many rows of queries that share a head of keys, or fewer, its keys are read once. (Packed
+// sequences count together.)
 constexpr int MOST_ROWS_ONCE = 128;
 
 // As cuTensorMapEncodeTiled: a map of `rank` axes, the innermost one first. Strides are in bytes, and

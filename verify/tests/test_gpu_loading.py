@@ -147,8 +147,8 @@ def test_loading_leaves_a_thread_in_its_context(fake, cubin, current) -> None:
     ],
 )
 def test_l2_fetches_what_the_step_says(monkeypatch, memory, num_bytes, often, once) -> None:
-    """But of fast memory no more than is fetched fast, unless nothing is said of what is read
-    often.
+    """But of fast memory no more than is fetched fast, unless the step says nothing and keys are
+    read often.
     """
     cubin = Cubin(Gpu(monkeypatch, memory=memory), monkeypatch)
     if num_bytes is not None:
