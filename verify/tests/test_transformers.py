@@ -805,12 +805,23 @@ def test_a_window_that_no_step_takes_falls_back(calls, packed_calls) -> None:
     assert not packed_calls
 
 
-def test_a_window_falls_back_where_gradients_must_repeat(calls, monkeypatch) -> None:
+def test_a_window_where_gradients_must_repeat(calls, monkeypatch) -> None:
+    """Then b11, which does not repeat dq, is not asked."""
+    taken = set()
+    choose = operator._choose
+
+    def spy(operation, *arguments, **options):
+        chosen = choose(operation, *arguments, **options)
+        taken.add(chosen.step.name)
+        return chosen
+
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    inputs = {"input_ids": random_tokens()}
-    with pytest.warns(UserWarning, match=f"{SHORT_WINDOW} .* does not repeat the bits of dq"):
-        compare("mistral", inputs, *WITH_LENGTHS[0].values)
-    assert not calls
+    monkeypatch.setattr(operator, "_calls", Cache())
+    monkeypatch.setattr(operator, "_choose", spy)
+    compare("mistral", {"input_ids": random_tokens()}, *WITH_LENGTHS[0].values)
+    assert calls
+    assert "b14" in taken
+    assert "b11" not in taken
 
 
 @pytest.mark.parametrize(
