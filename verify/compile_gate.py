@@ -1,5 +1,5 @@
 """Compiles every step with nvcc: no local memory, and no tensor-core instructions that ptxas has
-serialized or given wrong operands."""
+serialized, given wrong operands, or put exponentials behind that could run beside them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from common.runtime.build import Build, build_cubin, headline_arch, parse_resour
 from common.runtime.sass import nvdisasm
 from common.step import Step
 from common.text import markdown
+from verify.late_exponentials import late_exponentials
+from verify.machine_code import machine_code
 from verify.wgmma_operands import mixed_operands
 
 HEAD_DIMS = (64, 128, 256, 512, 1024)
 # Where v's may differ, of q and k, and of v. Had b13 K in registers at 256 and 64, ptxas would mix
 # it up with P, and at 192 and 256 there are not enough of them.
-# v15 has tiles of 80 keys at 384 and 384, and at 256 and 224 in a block that is alone, and of 96 in
+# v15 has tiles of 80 keys at 384, and at 256 and 224 in a block that is alone, and of 96 in
 # clusters at 384 and 128.
 OWN_HEAD_DIMS = ((192, 128), (576, 512), (256, 64), (192, 256), (384, 384), (384, 128), (256, 224))
 # The steps that have local memory, and where: a thread of v03 keeps a query row of O, 256 floats in
@@ -39,14 +41,16 @@ LOCAL_MEMORY = {
     ("v15", 1024),
     ("v15", 576),
 }
+# And those whose exponentials wait for a product that they do not need.
+LATE_EXPONENTIALS = {("v14", 128)}
 
 
 def compile_all(quarter: int | None = None) -> int:
     """Prints what the kernels take for Hopper and, of one specialization, for the lowest GPU.
 
     With a quarter, 0 to 3, in that one of the specializations, as quarter_of() says. Returns 1 if
-    one of them has local memory where it must not, or if ptxas serialized its instructions or mixed
-    up their operands, which is not known without nvdisasm.
+    one of them has local memory where it must not, or if ptxas serialized its instructions, mixed
+    up their operands or made exponentials wait, which last two are not known without nvdisasm.
     """
     has_nvdisasm = _has_nvdisasm()
     jobs = [
@@ -84,17 +88,21 @@ def _has_nvdisasm() -> bool:
     try:
         return bool(nvdisasm())
     except UsageError as reason:
-        print(f"warning: the operands of wgmma were not checked: {reason}", file=sys.stderr)
+        told = "neither operands of wgmma nor late exponentials were looked for"
+        print(f"warning: {told}: {reason}", file=sys.stderr)
         return False
 
 
 def _compile(
     step: Step, spec: Specialization, arch: str, has_nvdisasm: bool
 ) -> tuple[Build, list[str]]:
-    """The build, and which operands of its wgmma are mixed up."""
+    """The build, and what is wrong with its wgmma, or waits for it."""
     build = build_cubin(step, spec, arch)
-    has_wgmma = arch.endswith("a")
-    return build, mixed_operands(build.path) if has_wgmma and has_nvdisasm else []
+    if not (arch.endswith("a") and has_nvdisasm):
+        return build, []
+    kernels = machine_code(build.path)
+    late = [] if (step.name, spec.head_dim) in LATE_EXPONENTIALS else late_exponentials(kernels)
+    return build, [*mixed_operands(kernels), *late]
 
 
 def quarter_of(specs: list[Specialization], quarter: int | None) -> list[Specialization]:

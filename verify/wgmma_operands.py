@@ -8,11 +8,8 @@ code alone: what the product reads comes from LDSM on one path, and from F2FP on
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
 
-from common.runtime.sass import disassemble, kernels
+from .machine_code import Instruction
 
 A_REGISTERS = 4  # of a thread, for 16-bit elements
 # What writes an operand A: rows that stay, from shared memory; or else P or dS, converted, taken
@@ -20,43 +17,15 @@ A_REGISTERS = 4  # of a thread, for 16-bit elements
 # shared memory as in v15.
 WRITERS = ({"LDSM"}, {"F2FP", "PRMT", "LDG", "LDS"})
 
-_FIRST_REGISTER = re.compile(r".*// \| +# (?=0)")
-_LABEL = re.compile(r"\.L_x_\d+")
-_INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(@!?\w+ )?\s*(([A-Z]\w*).*?)\s*;")
 _READS_A = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
-_LEAVES = re.compile(r"BRA `|BRX|EXIT|RET")  # the next instruction is not executed after it
 
 
-@dataclass
-class Instruction:
-    """An instruction, and which ones may be executed just before it.
-
-    A guarded instruction has a predicate: it may leave its registers as they are. marks[n] says
-    what it does to Rn; few of them are ever looked at.
-    """
-
-    address: str
-    text: str
-    opcode: str
-    guarded: bool
-    marks: str
-    before: list[Instruction] = field(default_factory=list, repr=False)
-
-    def writes(self, register: int) -> bool:
-        return self.marks[register : register + 1] in ("^", "x")
-
-
-def mixed_operands(cubin: Path) -> list[str]:
-    """A line for each kernel in which such a wgmma is. Raises UsageError as disassemble does."""
-    return parse(disassemble(cubin, "-plr", "-lrm", "narrow"))
-
-
-def parse(listing: str) -> list[str]:
-    """From the listing of `nvdisasm -c -plr -lrm narrow`, which marks what is written."""
+def mixed_operands(kernels: dict[str, list[Instruction]]) -> list[str]:
+    """A line for each of these kernels in which such a wgmma is."""
     return [
         f"{kernel}: {mistake}"
-        for kernel, lines in kernels(listing)
-        for mistake in _mistakes(_instructions(lines))[:1]
+        for kernel, code in kernels.items()
+        for mistake in _mistakes(code)[:1]
     ]
 
 
@@ -87,27 +56,3 @@ def _writers(register: int, reader: Instruction) -> set[str]:
         if not writes or x.guarded:
             paths += x.before
     return opcodes
-
-
-def _instructions(lines: Iterable[str]) -> list[Instruction]:
-    code: list[Instruction] = []
-    labels: dict[str, int] = {}
-    first_column = 0  # of those that stand for R0, R1, ...
-    for line in lines:
-        if header := _FIRST_REGISTER.match(line):
-            first_column = header.end()
-        elif label := _LABEL.match(line):
-            labels[label[0]] = len(code)
-        elif found := _INSTRUCTION.match(line):
-            address, guard, text, opcode = found.groups()
-            # The marks of a call are those of all registers that the function may write.
-            marks = "" if opcode == "CALL" else line[first_column:].partition("|")[0]
-            code.append(Instruction(address, text, opcode, bool(guard), marks))
-    for i, x in enumerate(code):
-        after = [] if _LEAVES.match(x.text) and not x.guarded else [i + 1]
-        if x.opcode != "BSSY":  # that names the label where the paths meet again
-            after += [labels[label] for label in _LABEL.findall(x.text)]
-        for n in after:
-            if n < len(code):
-                code[n].before.append(x)
-    return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -20,6 +21,7 @@ LOG = """ptxas info    : Compiling entry function 'attention_forward' for 'sm_90
 ptxas info    : Used 99 registers, used 1 barriers
 """
 OPERANDS = "wgmma at 0f80 reads R184, written by F2FP and LDSM"
+LATE = "54 exponentials wait at 6080 for a product under way, and 10 do not"
 Job = tuple[Step, Specialization, str]
 SERIALIZED = "ptxas info    : wgmma.mma_async instructions are serialized\n"
 
@@ -28,7 +30,8 @@ SERIALIZED = "ptxas info    : wgmma.mma_async instructions are serialized\n"
 def gate(monkeypatch):
     """Runs the gate; ptxas says the log for a step at a head_dim, and nothing bad otherwise.
 
-    Of the step named by mixed, it finds the operands of wgmma mixed up.
+    Of the step named by mixed, it finds the operands of wgmma mixed up, and of that named by late,
+    late exponentials.
     """
 
     monkeypatch.setattr(compile_gate, "nvdisasm", lambda: "nvdisasm")
@@ -38,6 +41,7 @@ def gate(monkeypatch):
         head_dim: int = 0,
         log: str = "",
         mixed: str = "",
+        late: str = "",
         quarter: int | None = None,
     ) -> tuple[int, list[Job]]:
         compiled = []
@@ -48,11 +52,13 @@ def gate(monkeypatch):
             said = log if (step.name, spec.head_dim) == (name, head_dim) else ""
             return Build(Path(f"{step.name}.cubin"), said or LOG.format(stack=0, spills=0))
 
-        def find(cubin: Path) -> list[str]:
-            return [f"kernel: {OPERANDS}"] if cubin.stem == mixed else []
+        def finding(name: str, mistake: str) -> Callable[[str], list[str]]:
+            return lambda code: [f"kernel: {mistake}"] if code == name else []
 
         monkeypatch.setattr(compile_gate, "build_cubin", build)
-        monkeypatch.setattr(compile_gate, "mixed_operands", find)
+        monkeypatch.setattr(compile_gate, "machine_code", lambda cubin: cubin.stem)
+        monkeypatch.setattr(compile_gate, "mixed_operands", finding(mixed, OPERANDS))
+        monkeypatch.setattr(compile_gate, "late_exponentials", finding(late, LATE))
         return compile_all(quarter), compiled
 
     return run
@@ -117,11 +123,26 @@ def test_mixed_operands_fail(gate, capsys):
     assert all(line.endswith(OPERANDS) for line in told)
 
 
-def test_without_nvdisasm_operands_are_not_looked_at(gate, capsys, monkeypatch):
+def test_late_exponentials_fail(gate, capsys):
+    assert gate(late="v12")[0] == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == f"error: v12 sm_90a d64_bf16: kernel: {LATE}"
+    assert all(line.endswith(LATE) for line in told)
+
+
+def test_known_late_exponentials_pass(gate, capsys):
+    ((name, head_dim),) = compile_gate.LATE_EXPONENTIALS
+    assert gate(late=name)[0] == 1
+    assert f"d{head_dim}_" not in capsys.readouterr().err
+
+
+def test_without_nvdisasm_machine_code_is_not_looked_at(gate, capsys, monkeypatch):
     def nvdisasm() -> str:
         raise UsageError("no nvdisasm")
 
     monkeypatch.setattr(compile_gate, "nvdisasm", nvdisasm)
-    assert gate(mixed="b07")[0] == 0
+    assert gate(mixed="b07", late="v12")[0] == 0
     (told,) = capsys.readouterr().err.splitlines()
-    assert told == "warning: the operands of wgmma were not checked: no nvdisasm"
+    assert told == (
+        "warning: neither operands of wgmma nor late exponentials were looked for: no nvdisasm"
+    )

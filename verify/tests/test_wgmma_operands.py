@@ -11,7 +11,8 @@ from common.errors import UsageError
 from common.problem import Specialization
 from common.runtime.build import build_cubin, nvcc
 from common.runtime.sass import disassemble, nvdisasm
-from verify.wgmma_operands import mixed_operands, parse
+from verify.machine_code import machine_code, parse
+from verify.wgmma_operands import mixed_operands
 
 # Of a draft of b07, head_dim 64, by ptxas 13.0: K is loaded before the loop, and R184 is dS, too.
 B07 = Path(__file__).with_name("b07_mixed_operands.sass").read_text(encoding="utf-8")
@@ -48,10 +49,12 @@ def listing(*code: tuple[str, str] | str) -> str:
 
 
 def test_what_a_loop_writes_over_rows_that_stay_is_found() -> None:
-    assert parse(B07) == ["attention_dk_dv: wgmma at 0f80 reads R184, written by F2FP and LDSM"]
+    assert mixed_operands(parse(B07)) == [
+        "attention_dk_dv: wgmma at 0f80 reads R184, written by F2FP and LDSM"
+    ]
     *straight, loop = B07.splitlines()
     assert "BRA `(.L_x_7)" in loop
-    assert parse("\n".join(straight)) == []
+    assert mixed_operands(parse("\n".join(straight))) == []
 
 
 @pytest.mark.parametrize(
@@ -76,14 +79,15 @@ def test_what_a_loop_writes_over_rows_that_stay_is_found() -> None:
     ],
 )
 def test_all_paths_to_a_product_are_followed(code, found) -> None:
-    (mistake,) = parse(listing(*code)) or [""]
+    (mistake,) = mixed_operands(parse(listing(*code))) or [""]
     assert mistake.partition("reads R0, written by ")[2] == found
 
 
 @pytest.mark.skipif(not has(nvcc) or not has(nvdisasm), reason="no nvcc or no nvdisasm")
 def test_nvdisasm_lists_what_is_looked_for() -> None:
     cubin = build_cubin(find_step("b06"), Specialization(64, "bf16", False), "sm_90a").path
-    assert mixed_operands(cubin) == []
+    assert mixed_operands(machine_code(cubin)) == []
     lines = disassemble(cubin, "-plr", "-lrm", "narrow").splitlines()
-    (mistake,) = parse("\n".join(line for line in lines if "LDSM" not in line))
+    others = "\n".join(line for line in lines if "LDSM" not in line)
+    (mistake,) = mixed_operands(parse(others))
     assert mistake.startswith("attention_backward: wgmma at ")

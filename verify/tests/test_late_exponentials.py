@@ -1,0 +1,66 @@
+"""What is found in the machine code of a tile loop."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from verify.late_exponentials import late_exponentials
+from verify.machine_code import parse
+
+PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, R180, gdesc[UR8], R24, gsb0"
+S, ALL = (f"WARPGROUP.DEPBAR.LE gsb0, {products}" for products in ("0x1", "0x0"))
+EXPONENTIAL = "MUFU.EX2 R90, R26"
+WRITE = "STSM.16.M88.4 [R4], R8"
+AGAIN = "@P0 BRA `(.L_x_1)"
+SKIP = "@P1 BRA `(.L_x_2)"
+
+
+def listing(*code: str | tuple[int, str]) -> str:
+    """Of instructions, of so many like one, and of labels."""
+    lines = [".section .text.kernel"]
+    for item in code:
+        count, text = item if isinstance(item, tuple) else (1, item)
+        for _ in range(count):
+            is_label = text.startswith(".L")
+            lines.append(f"{text}:" if is_label else f"/*{16 * len(lines):04x}*/ {text} ;")
+    return "\n".join(lines)
+
+
+def tile(early: int, late: int, *rest: str | tuple[int, str]) -> list:
+    """A loop that starts S and O += P V, and waits for one and then for the other."""
+    softmax = [(early, EXPONENTIAL), ALL, (late, EXPONENTIAL)]
+    return [".L_x_1", (16, PRODUCT), S, *softmax, *rest, AGAIN, "EXIT"]
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        (tile(64, 0), []),
+        (tile(52, 12), []),
+        (tile(32, 32), []),
+        (tile(10, 54), [(54, 10)]),
+        (tile(0, 64), [(64, 0)]),
+        # Computed again where P was lost: on a way that need not be taken.
+        (tile(63, 1, SKIP, (64, EXPONENTIAL), ".L_x_2"), []),
+        (tile(10, 30, SKIP, (64, EXPONENTIAL), ".L_x_2"), [(30, 10)]),
+        # O leaves while S of the next work tile's first tile is multiplied, whose softmax needs it.
+        ([(16, PRODUCT), S, WRITE, ALL, (64, EXPONENTIAL), PRODUCT], []),
+        # Nothing else is under way.
+        ([PRODUCT, ALL, (64, EXPONENTIAL), PRODUCT], []),
+        # P V is started behind the wait for S.
+        ([PRODUCT, S, (9, EXPONENTIAL), PRODUCT, ALL, (64, EXPONENTIAL), PRODUCT], []),
+    ],
+)
+def test_exponentials_behind_both_waits(code, found: list[tuple[int, int]]) -> None:
+    told = r"kernel: (\d+) exponentials wait at \w+ for a product under way, and (\d+) do not"
+    mistakes = [re.fullmatch(told, each) for each in late_exponentials(parse(listing(*code)))]
+    assert [tuple(map(int, each.groups())) for each in mistakes] == found
+
+
+def test_a_loop_that_waits_for_a_copy_is_passed() -> None:
+    wait = [".L_x_3", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R4", "@!P0 BRA `(.L_x_3)"]
+    code = [".L_x_1", PRODUCT, PRODUCT, S, *wait, (9, EXPONENTIAL), ALL, (55, EXPONENTIAL), AGAIN]
+    (mistake,) = late_exponentials(parse(listing(*code, "EXIT")))
+    assert "55 exponentials wait" in mistake
