@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BROWSER_TIMEOUT_MS = 120_000  # for a slow machine with as many browsers as cores
 
-torch.set_num_threads(1)  # pytest -n auto has a process for each core,
+torch.set_num_threads(1)  # pytest -n auto has as many processes as there are cores, and one more,
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so have the processes that tests start
 
 
@@ -39,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="all mutants and experiments, or the sample whose turn it is, or sample NUMBER; "
         "default: all",
     )
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: tests also wait, for a browser or ranks that wait for each other."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_report_header(config: pytest.Config) -> str:
