@@ -32,13 +32,22 @@ def mixed_operands(kernels: dict[str, list[Instruction]]) -> list[str]:
 def _mistakes(code: list[Instruction]) -> list[str]:
     mistakes = []
     for x in code:
-        if a := _READS_A.match(x.text):
-            first = int(a[1])
-            found = set().union(*(_writers(first + i, x) for i in range(A_REGISTERS)))
-            if not any(set() < found <= writers for writers in WRITERS):
-                opcodes = " and ".join(sorted(found)) or "nothing"
-                mistakes.append(f"wgmma at {x.address} reads R{first}, written by {opcodes}")
+        if found := writers_of_a(x):
+            first, opcodes = found
+            if not any(set() < opcodes <= writers for writers in WRITERS):
+                told = " and ".join(sorted(opcodes)) or "nothing"
+                mistakes.append(f"wgmma at {x.address} reads R{first}, written by {told}")
     return mistakes
+
+
+def writers_of_a(x: Instruction) -> tuple[int, set[str]] | None:
+    """Of a wgmma with operand A in registers, the first of these and the opcodes that have written
+    them.
+    """
+    if not (found := _READS_A.match(x.text)):
+        return None
+    first = int(found[1])
+    return first, set().union(*(_writers(first + i, x) for i in range(A_REGISTERS)))
 
 
 def _writers(register: int, reader: Instruction) -> set[str]:

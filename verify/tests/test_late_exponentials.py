@@ -9,29 +9,35 @@ import pytest
 from verify.late_exponentials import late_exponentials
 from verify.machine_code import parse
 
-PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, R180, gdesc[UR8], R24, gsb0"
+Q_K = "HGMMA.64x128x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0"
+P_V = "HGMMA.64x128x16.F32.BF16 R24, R0, gdesc[UR8], R24, gsb0"
+LOAD_Q, ROUND_P = "LDSM.16.M88.4 R4, [R9]", "F2FP.BF16.F32.PACK_AB R0, R9, R9"
 S, ALL = (f"WARPGROUP.DEPBAR.LE gsb0, {products}" for products in ("0x1", "0x0"))
 EXPONENTIAL = "MUFU.EX2 R90, R26"
-WRITE = "STSM.16.M88.4 [R4], R8"
 AGAIN = "@P0 BRA `(.L_x_1)"
 SKIP = "@P1 BRA `(.L_x_2)"
 
 
 def listing(*code: str | tuple[int, str]) -> str:
-    """Of instructions, of so many like one, and of labels."""
-    lines = [".section .text.kernel"]
+    """Of instructions, of so many like one, and of labels; of which marks tell what is written."""
+    lines = [".section .text.kernel", f"{'':80}// |   # 01234567  |"]
+    marks = {LOAD_Q: "    ^^^^", ROUND_P: "^^^^    "}
     for item in code:
         count, text = item if isinstance(item, tuple) else (1, item)
         for _ in range(count):
-            is_label = text.startswith(".L")
-            lines.append(f"{text}:" if is_label else f"/*{16 * len(lines):04x}*/ {text} ;")
+            if text.startswith(".L"):
+                lines.append(f"{text}:")
+            else:
+                written = marks.get(text, "        ")
+                lines.append(f"{f'/*{16 * len(lines):04x}*/ {text} ;':80}// |   9 {written}  |")
     return "\n".join(lines)
 
 
 def tile(early: int, late: int, *rest: str | tuple[int, str]) -> list:
     """A loop that starts S and O += P V, and waits for one and then for the other."""
-    softmax = [(early, EXPONENTIAL), ALL, (late, EXPONENTIAL)]
-    return [".L_x_1", (16, PRODUCT), S, *softmax, *rest, AGAIN, "EXIT"]
+    products = [(8, Q_K), (8, P_V), S]
+    softmax = [(early, EXPONENTIAL), ALL, (late, EXPONENTIAL), *rest, ROUND_P]
+    return [LOAD_Q, ROUND_P, ".L_x_1", *products, *softmax, AGAIN, "EXIT"]
 
 
 @pytest.mark.parametrize(
@@ -45,12 +51,12 @@ def tile(early: int, late: int, *rest: str | tuple[int, str]) -> list:
         # Computed again where P was lost: on a way that need not be taken.
         (tile(63, 1, SKIP, (64, EXPONENTIAL), ".L_x_2"), []),
         (tile(10, 30, SKIP, (64, EXPONENTIAL), ".L_x_2"), [(30, 10)]),
-        # O leaves while S of the next work tile's first tile is multiplied, whose softmax needs it.
-        ([(16, PRODUCT), S, WRITE, ALL, (64, EXPONENTIAL), PRODUCT], []),
+        # They need what is under way: S of the next work tile's first tile, or backward's S.
+        ([LOAD_Q, ROUND_P, (8, P_V), (8, Q_K), S, ALL, (64, EXPONENTIAL), P_V], []),
         # Nothing else is under way.
-        ([PRODUCT, ALL, (64, EXPONENTIAL), PRODUCT], []),
+        ([LOAD_Q, ROUND_P, P_V, ALL, (64, EXPONENTIAL), P_V], []),
         # P V is started behind the wait for S.
-        ([PRODUCT, S, (9, EXPONENTIAL), PRODUCT, ALL, (64, EXPONENTIAL), PRODUCT], []),
+        ([LOAD_Q, ROUND_P, Q_K, S, (9, EXPONENTIAL), P_V, ALL, (64, EXPONENTIAL), P_V], []),
     ],
 )
 def test_exponentials_behind_both_waits(code, found: list[tuple[int, int]]) -> None:
@@ -61,6 +67,7 @@ def test_exponentials_behind_both_waits(code, found: list[tuple[int, int]]) -> N
 
 def test_a_loop_that_waits_for_a_copy_is_passed() -> None:
     wait = [".L_x_3", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R4", "@!P0 BRA `(.L_x_3)"]
-    code = [".L_x_1", PRODUCT, PRODUCT, S, *wait, (9, EXPONENTIAL), ALL, (55, EXPONENTIAL), AGAIN]
+    softmax = [S, *wait, (9, EXPONENTIAL), ALL, (55, EXPONENTIAL), ROUND_P]
+    code = [LOAD_Q, ROUND_P, ".L_x_1", Q_K, P_V, *softmax, AGAIN]
     (mistake,) = late_exponentials(parse(listing(*code, "EXIT")))
     assert "55 exponentials wait" in mistake
