@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from heapq import heappop, heappush
 
-from .machine_code import Instruction
+from .machine_code import Instruction, first_mistakes
 from .wgmma_operands import writers_of_a
 
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)")
@@ -19,11 +19,7 @@ ONE_UNDER_WAY, NONE_UNDER_WAY = "0x1", "0x0"
 
 def late_exponentials(kernels: dict[str, list[Instruction]]) -> list[str]:
     """A line for each of these kernels in which more of them wait than do not."""
-    return [
-        f"{kernel}: {mistake}"
-        for kernel, code in kernels.items()
-        for mistake in _mistakes(code)[:1]
-    ]
+    return first_mistakes(kernels, _mistakes)
 
 
 def _mistakes(code: list[Instruction]) -> list[str]:

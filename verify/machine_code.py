@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +43,15 @@ def machine_code(cubin: Path) -> dict[str, list[Instruction]]:
 def parse(listing: str) -> dict[str, list[Instruction]]:
     """From the listing of `nvdisasm -c -plr -lrm narrow`, which marks what is written."""
     return {kernel: _instructions(lines) for kernel, lines in kernels(listing)}
+
+
+def first_mistakes(
+    kernels: dict[str, list[Instruction]], find: Callable[[list[Instruction]], list[str]]
+) -> list[str]:
+    """A line for each kernel in which there are some: the first one."""
+    return [
+        f"{kernel}: {mistake}" for kernel, code in kernels.items() for mistake in find(code)[:1]
+    ]
 
 
 def _instructions(lines: Iterable[str]) -> list[Instruction]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from .machine_code import Instruction
+from .machine_code import Instruction, first_mistakes
 
 A_REGISTERS = 4  # of a thread, for 16-bit elements
 # What writes an operand A: rows that stay, from shared memory; or else P or dS, converted, taken
@@ -22,11 +22,7 @@ _READS_A = re.compile(r"HGMMA\S* R\d+, R(\d+), gdesc")
 
 def mixed_operands(kernels: dict[str, list[Instruction]]) -> list[str]:
     """A line for each of these kernels in which such a wgmma is."""
-    return [
-        f"{kernel}: {mistake}"
-        for kernel, code in kernels.items()
-        for mistake in _mistakes(code)[:1]
-    ]
+    return first_mistakes(kernels, _mistakes)
 
 
 def _mistakes(code: list[Instruction]) -> list[str]:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from common import operator
 from common.bench import cells, timing, trial
 from common.bench.corpus import Corpus, read_text
 from common.bench.peers import Peer
 from common.bench.train import TINY_TEXT
+from common.cache import Cache
 from common.runtime.backend import Backend
 from common.runtime.cpu import CpuBackend
 from common.runtime.gpu import GpuBackend
@@ -48,6 +50,22 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return describe(config.getoption("mutants"))
+
+
+@pytest.fixture
+def chosen_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """The names of the steps that calls choose from here on, and whether for lengths."""
+    chosen = []
+    choose = operator._choose
+
+    def spy(operation, inputs, causal, name, deterministic, lengths=None, **options):
+        found = choose(operation, inputs, causal, name, deterministic, lengths, **options)
+        chosen.append((found.step.name, lengths is not None))
+        return found
+
+    monkeypatch.setattr(operator, "_calls", Cache())  # nothing is chosen yet
+    monkeypatch.setattr(operator, "_choose", spy)
+    return chosen
 
 
 @pytest.fixture

@@ -773,22 +773,15 @@ def test_lengths_must_stay_as_they_are_until_the_backward_pass() -> None:
     ("function", "make", "mask"),
     [(attention_varlen, packed, {}), (attention, batched, {"window": (3, 3)})],
 )
-def test_gradients_of_the_same_bits_each_time(function, make, mask, monkeypatch) -> None:
+def test_gradients_of_the_same_bits_each_time(
+    function, make, mask, chosen_steps, monkeypatch
+) -> None:
     """Whether the call asks for them, or torch is told to, another step computes them."""
-    taken = []
-    choose = op._choose
-
-    def spy(operation, *arguments, **options):
-        chosen = choose(operation, *arguments, **options)
-        if operation == BACKWARD:
-            taken.append(chosen.step.name)
-        return chosen
 
     def gradients(**options) -> tuple:
         monkeypatch.setattr(op, "_calls", cache.Cache())  # nothing is chosen yet
         return differentiate(partial(function, **mask, **options), inputs)
 
-    monkeypatch.setattr(op, "_choose", spy)
     inputs = differentiable(make())
     any_bits, asked = gradients(), gradients(deterministic=True)
     torch.use_deterministic_algorithms(True)
@@ -796,6 +789,7 @@ def test_gradients_of_the_same_bits_each_time(function, make, mask, monkeypatch)
         told = gradients()
     finally:
         torch.use_deterministic_algorithms(False)
+    taken = [name for name, _ in chosen_steps if name in BACKWARD_STEPS]
     assert taken == [BACKWARD_STEP, LEFT_OVER_STEP, LEFT_OVER_STEP]
     assert all(torch.equal(x, y) for x, y in zip(asked, told, strict=True))
     assert_close(any_bits, [x.double() for x in asked])

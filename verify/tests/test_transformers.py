@@ -14,7 +14,6 @@ from torch import Tensor
 
 import common.transformers as integration
 from common import UsageError, operator
-from common.cache import Cache
 
 transformers = pytest.importorskip("transformers", minversion="5.4")
 
@@ -548,24 +547,13 @@ def test_a_static_window_that_is_not_full(
 
 @pytest.mark.parametrize("side", ["no padding", "left"])
 @pytest.mark.parametrize(("make", "step"), [(llama, "v16"), (multi_head, "v14")])
-def test_the_step_of_a_static_cache(make, step: str, side: str, monkeypatch) -> None:
+def test_the_step_of_a_static_cache(make, step: str, side: str, chosen_steps) -> None:
     """As few_with() says: these caches are short, but heads that share keys are few queries."""
-    taken = set()
-    choose = operator._choose
-
-    def spy(operation, inputs, causal, name, deterministic, lengths=None, **options):
-        chosen = choose(operation, inputs, causal, name, deterministic, lengths, **options)
-        if lengths is not None:
-            taken.add(chosen.step.name)
-        return chosen
-
-    monkeypatch.setattr(operator, "_calls", Cache())
-    monkeypatch.setattr(operator, "_choose", spy)
     inputs = {"input_ids": random_tokens()}
     if side == "left":
         inputs["attention_mask"] = padding_mask(side)[:1].expand(3, -1)  # no lengths in the prompt
     generate(as_(build(make), integration.NAME, torch.bfloat16), inputs, **STATIC)
-    assert taken == {step}
+    assert {name for name, with_lengths in chosen_steps if with_lengths} == {step}
 
 
 def logits_of_parts(
@@ -805,23 +793,13 @@ def test_a_window_that_no_step_takes_falls_back(calls, packed_calls) -> None:
     assert not packed_calls
 
 
-def test_a_window_where_gradients_must_repeat(calls, monkeypatch) -> None:
+def test_a_window_where_gradients_must_repeat(calls, chosen_steps, monkeypatch) -> None:
     """Then b11, which does not repeat dq, is not asked."""
-    taken = set()
-    choose = operator._choose
-
-    def spy(operation, *arguments, **options):
-        chosen = choose(operation, *arguments, **options)
-        taken.add(chosen.step.name)
-        return chosen
-
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    monkeypatch.setattr(operator, "_calls", Cache())
-    monkeypatch.setattr(operator, "_choose", spy)
     compare("mistral", {"input_ids": random_tokens()}, *WITH_LENGTHS[0].values)
     assert calls
-    assert "b14" in taken
-    assert "b11" not in taken
+    assert ("b14", True) in chosen_steps
+    assert ("b11", True) not in chosen_steps
 
 
 @pytest.mark.parametrize(
