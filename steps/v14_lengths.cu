@@ -303,7 +303,6 @@ __device__ Element* swizzled(Panels<NUM_PANELS, ROWS>& tile, int row, int d) {
 // What a warp knows of its work tile in every tile of keys. The rest it reads where it needs it.
 struct Work {
     const WorkTile* tile;
-    int num_tiles;
     int group_tiles;  // the first ones, that the warpgroup's rows see, at least 1
     // Tiles from clear_begin to before clear_end hide no key from any row of the warp, and are none in
     // which a row sees its first key, unless they are the first one.
@@ -351,46 +350,61 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     Place<NUM_STAGES> place;  // of the next tile of K; V of a tile is needed one tile later
     Place<Q_STAGES> q_place;  // of the next work tile's Q
 
-    // ======== the producer: one thread copies, for all work tiles, K of a tile, then V of the tile
-    // before, as the consumers need them ========
+    // ======== the producer: a warp copies, for all work tiles, K of a tile, then V of the tile before, as the
+    // consumers need them. One lane starts the copies, but all lanes know what: then ptxas has it in uniform
+    // registers, where TMA needs it. It would move it there for each copy, lane by lane in a loop ========
     if (uniform(threadIdx.x / 128) == CONSUMERS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (threadIdx.x != PRODUCER) return;
+        if (uniform(threadIdx.x / 32) != PRODUCER / 32) return;
         Place<WORK_STAGES> work_place;
-        int v_row, last = 0;
-        const auto load_v = [&](const WorkTile& work) {  // of the tile before
+        struct Keys {
+            int row, end, head, batch;
+        };
+        Keys v = {};  // of the tile before
+        int last = 0;
+        const auto load_v = [&] {
             const int stage = place.before().stage();
             wait_for(smem.v_empty[stage], place.before().phase() - 1);
+            __syncwarp();  // a lane still waiting would miss the phases that the copy allows
+            if (lane > 0) return;
             smem.last[stage] = last;
-            load_tile<BLOCK_N>(smem.v[stage], p.v_map, p.seq_k, v_row, work.k_end, work.kv_head,
-                               work.batch, smem.v_full[stage]);
+            load_tile<BLOCK_N>(smem.v[stage], p.v_map, p.seq_k, v.row, v.end, v.head, v.batch,
+                               smem.v_full[stage]);
         };
         for (uint32_t i = blockIdx.x; schedule.has(i); ++work_place.number) {
             WorkTile& work = smem.work[work_place.stage()];
-            work = schedule.at(i);
-            const int num_tiles = work.num_tiles;
-            int row = work.k_start;
-            for (int tile = 0; tile < num_tiles; ++tile, ++place.number, row += BLOCK_N) {
+            if (lane == 0) work = schedule.at(i);
+            __syncwarp();
+            const int num_tiles = uniform(work.num_tiles);
+            Keys k = {uniform(work.k_start), uniform(work.k_end), uniform(work.kv_head),
+                      uniform(work.batch)};
+            for (int tile = 0; tile < num_tiles; ++tile, ++place.number, k.row += BLOCK_N) {
                 const int stage = place.stage();
                 wait_for(smem.k_empty[stage], place.phase() - 1);
-                load_tile<BLOCK_N>(smem.k[stage], p.k_map, p.seq_k, row, work.k_end, work.kv_head,
-                                   work.batch, smem.k_full[stage]);
-                if (place.number > 0)
-                    load_v(tile > 0 ? work : smem.work[work_place.before().stage()]);
+                __syncwarp();
+                if (lane == 0)
+                    load_tile<BLOCK_N>(smem.k[stage], p.k_map, p.seq_k, k.row, k.end, k.head,
+                                       k.batch, smem.k_full[stage]);
+                if (place.number > 0) load_v();
                 if (tile == 0) {
                     const int q_stage = q_place.stage();
                     wait_for(smem.q_empty[q_stage], q_place.phase() - 1);
-                    load_tile<BLOCK_M>(&smem.q_o[q_stage * PANELS], p.q_map, p.seq_q, work.q_start,
-                                       work.q_end, work.head, work.batch, smem.q_full[q_stage]);
+                    __syncwarp();
+                    if (lane == 0)
+                        load_tile<BLOCK_M>(&smem.q_o[q_stage * PANELS], p.q_map, p.seq_q,
+                                           work.q_start, work.q_end, work.head, work.batch,
+                                           smem.q_full[q_stage]);
                     ++q_place.number;
                 }
-                if (tile == max(num_tiles - TICKET_TILES, 0))
-                    i = gridDim.x + take_ticket(&static_cast<Order*>(p.workspace[1])->ticket);
-                v_row = row;
+                if (tile == max(num_tiles - TICKET_TILES, 0)) {
+                    Order* order = static_cast<Order*>(p.workspace[1]);
+                    i = gridDim.x + uniform(lane == 0 ? take_ticket(&order->ticket) : 0);
+                }
+                v = k;
             }
         }
         last = 1;
-        load_v(smem.work[work_place.before().stage()]);
+        load_v();
         return;
     }
 
@@ -439,12 +453,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     };
     // Not before O of the work tile before has left: its numbers take registers.
     const auto look_at = [&](const WorkTile& tile) {
-        Work work = {.tile = &tile, .num_tiles = uniform(tile.num_tiles)};
+        Work work = {.tile = &tile};
         // Of a warpgroup behind the sequence's end as few as it can do with.
         const int group_keys = end_visible(p, tile, group_row + 63) - tile.k_start;
         const bool has_queries = tile.q_start + group_row < tile.q_end;
         work.group_tiles = uniform(max(
-            1, has_queries ? (group_keys + BLOCK_N - 1) / BLOCK_N : work.num_tiles - MOST_HIDDEN));
+            1, has_queries ? (group_keys + BLOCK_N - 1) / BLOCK_N : tile.num_tiles - MOST_HIDDEN));
         const int hidden = first_visible(p, tile, warp_row + 15) - tile.k_start;
         const int seen = end_visible(p, tile, warp_row) - tile.k_start;
         work.clear_begin = uniform(hidden <= 0 ? 0 : hidden / BLOCK_N + 1);
@@ -589,10 +603,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     // ---- raise m where P has left its range: m' = m + e, and P, l and O become 2^-e times what they
     // were. Where P was not lost, e is a whole number: that changes no digit of them; and only the upper
-    // or the lower 8 of the warp's rows may need it. Returns whether a row of the warp has a new m; O is
-    // still to be scaled then, when no product adds to it.
+    // or the lower 8 of the warp's rows may need it. O is still to be scaled then, when no product adds
+    // to it.
     const auto raise_shift = [&](const Work& work, int tile) {
-        if (!__any_sync(0xffffffff, tile_sum[0] > MAX_SUM || tile_sum[1] > MAX_SUM)) return false;
         // Votes and shuffles are issued together: the result of each takes long to arrive.
         const bool lost = __any_sync(0xffffffff, tile_sum[0] > LOST_SUM || tile_sum[1] > LOST_SUM);
         bool over[2];
@@ -634,7 +647,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) row_sum[r] *= rescale[r];
-        return true;
     };
     const auto rescale_o = [&] {
 #pragma unroll
@@ -750,19 +762,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             release(smem.k_empty[place.stage()]);
             if (Q_SMEM_DIM > 0 && tile == last_tile) release_q();
             exponentiate(scale_and_mask(work, tile));  // while O += P V runs
-            // The wait for V stands here because ptxas moves no code across a loop that waits:
-            // without it, ptxas lets all of the softmax wait for O.
+            // Not in raise_shift: ptxas moves no vote, and without one here it may let most
+            // exponentials wait for O.
+            raised = __any_sync(0xffffffff, tile_sum[0] > MAX_SUM || tile_sum[1] > MAX_SUM);
             wait_for(smem.v_full[place.stage()], place.phase());
             wgmma_wait_group<0>(o_acc, p_frag);
             release(smem.v_empty[place.before().stage()]);
             convert_p();
-            raised = raise_shift(work, tile);
+            if (raised) raise_shift(work, tile);
 #pragma unroll
             for (int r = 0; r < 2; ++r) row_sum[r] += tile_sum[r];
         }
         const Place<NUM_STAGES> last_v = place.before();
         int last = smem.last[last_v.stage()];
-        for (int tile = last_tile + 1; tile < work.num_tiles; ++tile, ++place.number) {
+        for (int tile = last_tile + 1; tile < work.tile->num_tiles; ++tile, ++place.number) {
             // The others' tile.
             wait_for_turn();
             pass_turn();
