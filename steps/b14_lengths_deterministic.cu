@@ -34,20 +34,32 @@ constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 constexpr int BOX_ROWS = 64;                    // that one copy loads
 
+// Tiles that shared memory has room for, four at most, beside what is kept: rows of two tensors, and other
+// bytes. Two KB are left for the mbarriers and the works.
+constexpr int stages(int kept_rows, int tile_rows, int other_bytes) {
+    const int row_bytes = 2 * PANELS * PANEL * sizeof(Element);
+    const int n = ((225 << 10) - other_bytes - kept_rows * row_bytes) / (tile_rows * row_bytes);
+    return n < 4 ? n : 4;
+}
+
 // attention_dq: a block has rows of queries, 64 a warpgroup, and takes the keys tile by tile. Up to head_dim
 // 192 Q is in registers beside dQ, S and dP.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
-constexpr int DQ_KEYS = 64;
-constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 192 && DIM != DQ_KEYS;  // see K_IN_REGISTERS
-// Tiles in shared memory. Where there is room for one of V alone, there are two of K, which dS K reads long
-// after dO V^T has read V.
-constexpr int K_STAGES = 2, V_STAGES = HEAD_DIM <= 192 ? 2 : 1;
+constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;  // never as wide as dQ: see K_IN_REGISTERS
+constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 192;
+constexpr bool DOUT_IN_REGISTERS = HEAD_DIM <= 128;
+// Where there is room for one tile of V alone, there are two of K, which dS K reads long after dO V^T has
+// read V.
+constexpr int V_STAGES = stages(DQ_QUERIES, DQ_KEYS, 0);
+constexpr int K_STAGES = V_STAGES > 1 ? V_STAGES : 2;
 
-// attention_dk_dv: both warpgroups of a block have the same 64 keys, and take the queries tile by tile: 0
-// computes S^T, P and dV, and 1 computes dP^T, dS and dK from the P that 0 passes on.
-constexpr int DKV_KEYS = 64, DKV_QUERIES = 64;
+// attention_dk_dv: a block has keys, and takes the queries tile by tile. Where a warpgroup's dK and dV of 64
+// keys do not fit into its registers beside S and dP, both have the same keys: 0 computes S^T, P and dV, and 1
+// computes dP^T, dS and dK from the P that 0 passes on.
+constexpr bool SPLIT = DIM > 128;
+constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS, DKV_QUERIES = DIM <= 64 ? 128 : 64;
 // And V. ptxas 13.0 may give P or dS some of these where the gradient is as wide as a tile, as S and dP are.
-constexpr bool K_IN_REGISTERS = HEAD_DIM <= 192 && DIM != DKV_QUERIES;
+constexpr bool K_IN_REGISTERS = SPLIT && HEAD_DIM <= 192;
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
 template <int ROWS>
@@ -55,15 +67,20 @@ using Tile = Element[PANELS][ROWS][PANEL];
 
 // P^T of a tile: of each 8 columns the four elements of all threads, one thread's after another's. They
 // are not rounded: that would make dS as wrong in the same direction wherever P is the same.
-using PTile = float[DKV_QUERIES / 8][128][4];
+using PTile = float[SPLIT ? DKV_QUERIES / 8 : 1][128][4];
 
 // Of a tile's queries: lse in units of log2, and delta.
 struct Rows {
     float lse[DKV_QUERIES], delta[DKV_QUERIES];
 };
 
-// Tiles of Q, and of dO: three where shared memory has room for them beside K, V and P.
-constexpr int DKV_STAGES = HEAD_DIM <= 192 ? 3 : 2;
+// Tiles of Q, and of dO.
+constexpr int DKV_STAGES =
+    stages(DKV_KEYS, DKV_QUERIES, (SPLIT ? sizeof(PTile) : 0) + 4 * sizeof(Rows));
+
+// What is the same in all lanes: told so, ptxas keeps it in uniform registers, where TMA needs it. It would move
+// it there for each box, lane by lane in a loop.
+__device__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
 // The place of a sequence's first tile of ROWS rows, among those of a head's packed rows, or of `rows` in each
 // batch. It is larger by at least 1 than that of the sequence before, so there is one also where there are
@@ -95,6 +112,20 @@ __device__ int q_places(const BackwardLengthsParams& p) {
     return int((rows + ROWS - 1) / ROWS);
 }
 
+// The order of the blocks of a kernel, or of its works: all places of a head, then of the next one. With a
+// causal mask all heads of a section have a place before its next one: the blocks that run at a time have
+// about as much to do, and go on reading in step.
+constexpr int SECTION_HEADS = CAUSAL ? 4 : 1;
+struct HeadAndPlace {
+    int head, place;
+};
+__device__ HeadAndPlace head_and_place(int n, int heads, int places) {
+    const int first_head = n / (places * SECTION_HEADS) * SECTION_HEADS;
+    const int section_heads = min(SECTION_HEADS, heads - first_head);
+    const int in_section = n - first_head * places;
+    return {first_head + in_section % section_heads, in_section / section_heads};
+}
+
 // A sequence's rows, from the tensors' first ones on. Of the keys those before k_used are there; the
 // others have gradients of 0.
 struct Sequence {
@@ -104,16 +135,17 @@ struct Sequence {
     int q_tiles;  // of these; at least 1
 
     Sequence() = default;
+    // By all lanes of a warp.
     __device__ Sequence(const BackwardLengthsParams& p, int i) {
         const bool packed = p.cu_seqlens_q != nullptr;
         batch = packed ? 0 : i;
-        q_begin = packed ? p.cu_seqlens_q[i] : 0;
-        q_end = packed ? p.cu_seqlens_q[i + 1] : p.seq_q;
-        k_begin = packed ? p.cu_seqlens_k[i] : 0;
-        k_end = packed ? p.cu_seqlens_k[i + 1] : p.seq_k;
-        k_used = p.seqused_k ? k_begin + p.seqused_k[i] : k_end;
+        q_begin = packed ? uniform(p.cu_seqlens_q[i]) : 0;
+        q_end = packed ? uniform(p.cu_seqlens_q[i + 1]) : p.seq_q;
+        k_begin = packed ? uniform(p.cu_seqlens_k[i]) : 0;
+        k_end = packed ? uniform(p.cu_seqlens_k[i + 1]) : p.seq_k;
+        k_used = p.seqused_k ? k_begin + uniform(p.seqused_k[i]) : k_end;
         own_key = k_used - q_end;
-        place = place_of<DKV_QUERIES>(p.cu_seqlens_q, p.seq_q, i);
+        place = uniform(place_of<DKV_QUERIES>(p.cu_seqlens_q, p.seq_q, i));
         q_tiles = max(1, (q_end - q_begin + DKV_QUERIES - 1) / DKV_QUERIES);
     }
 };
@@ -230,15 +262,18 @@ template <int ROWS>
 __device__ void load_tile(Tile<ROWS>& tile, const TensorMap& map, int rows, int row, int end,
                           int head, int batch, Mbarrier& full) {
 #pragma unroll
-    for (int panel = 0; panel < PANELS; ++panel)
+    for (int r = 0; r < ROWS; r += BOX_ROWS) {
+        if (row + r < end) {
 #pragma unroll
-        for (int r = 0; r < ROWS; r += BOX_ROWS) {
-            if (row + r < end)
+            for (int panel = 0; panel < PANELS; ++panel)
                 cp_async_bulk_tensor_5d_load(tile[panel][r], map, PANEL * panel,
                                              rows - end + row + r, head, batch, end, full);
-            else  // no box may begin behind the end
+        } else {  // no box may begin behind the end
+#pragma unroll
+            for (int panel = 0; panel < PANELS; ++panel)
                 cp_async_bulk_load(tile[panel][r], zeros, sizeof(zeros), full);
         }
+    }
 }
 
 // Describes what lies so many elements further on: the lowest bits are the address, in units of 16
@@ -452,19 +487,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     DqMemory& smem = shared_memory<DqMemory>();
     // The last queries first: with a mask they see the most keys.
     const int block = gridDim.x - 1 - blockIdx.x, places = q_places<DQ_QUERIES>(p);
-    const int head = block / places, place = block % places;
+    const auto [head, place] = head_and_place(block, p.heads, places);
     const int kv_head = head / (p.heads / p.kv_heads);
     const int of = sequence_of<DQ_QUERIES>(p.cu_seqlens_q, p.seq_q, p.sequences, place);
     const Sequence sequence(p, of);
-    const int q_start =
-        sequence.q_begin + DQ_QUERIES * (place - place_of<DQ_QUERIES>(p.cu_seqlens_q, p.seq_q, of));
+    const int first_place = uniform(place_of<DQ_QUERIES>(p.cu_seqlens_q, p.seq_q, of));
+    const int q_start = sequence.q_begin + DQ_QUERIES * (place - first_place);
     if (q_start >= sequence.q_end) {  // nobody's
         griddepcontrol_wait();  // attention_dk_dv may go on only when attention_delta has ended
         return;
     }
     const int batch = sequence.batch;
-    // Uniform across the warp; the shuffle tells the compiler so.
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    const int warp = uniform(threadIdx.x / 32);
     const int lane = threadIdx.x % 32;
     const Tiles tiles = visible_keys(p, sequence, q_start);
     const int num_tiles = tiles.end - tiles.first;
@@ -540,7 +574,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     // A lane's s_acc[n][2 r + i], with r and i 0 or 1, is the element of S in row 8 r + lane / 4 of
     // its warp's 16 and column 8 n + 2 (lane % 4) + i; so are the others.
     float dq_acc[DIM / 8][4] = {};
-    uint32_t q_frag[DIM / 16][4], dout_frag[DIM / 16][4];  // [16, 16] each; dO stays in its tile
+    uint32_t q_frag[DIM / 16][4], dout_frag[DIM / 16][4];  // [16, 16] each
     uint32_t ds_frag[DQ_KEYS / 16][4] = {};  // in use until the next tile's first wait
     wait_for(smem.q_full, 0);
     if (Q_IN_REGISTERS) load_rows(q_frag, smem.q, warp_row);
@@ -559,9 +593,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         multiply<Q_IN_REGISTERS>(s_acc, q_frag, smem.q, group_row, smem.k[k_stage]);
         wgmma_wait_group<1>(dq_acc, ds_frag);  // dQ of the tile before
         if (i > 0) release(smem.k_empty[(i - 1) % K_STAGES]);
-        if (i == 0) wait_for(smem.dout_full, 0);
+        if (i == 0) {
+            wait_for(smem.dout_full, 0);
+            if (DOUT_IN_REGISTERS) load_rows(dout_frag, smem.dout, warp_row);
+        }
         wait_for(smem.v_full[v_stage], i / V_STAGES);
-        multiply<false>(dp_acc, dout_frag, smem.dout, group_row, smem.v[v_stage]);
+        multiply<DOUT_IN_REGISTERS>(dp_acc, dout_frag, smem.dout, group_row, smem.v[v_stage]);
         pass_turn(warpgroup);
 
         // ---- P = 2^(S - lse), dS = P * (dP - delta)
@@ -612,14 +649,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 __device__ Work take_work(const BackwardLengthsParams& p, int& n) {
     const int places = int(int64_t(p.batch) * p.seq_k / DKV_KEYS) + p.sequences;
     while (n < places * p.kv_heads) {
-        const int kv_head = n / places, place = n % places;
+        const auto [kv_head, place] = head_and_place(n, p.kv_heads, places);
         const int ticket =
             threadIdx.x % 32 == 0 ? take_ticket(static_cast<int*>(p.workspace[1])) : 0;
-        n = gridDim.x + __shfl_sync(0xffffffff, ticket, 0);
+        n = gridDim.x + uniform(ticket);
         const int of = sequence_of<DKV_KEYS>(p.cu_seqlens_k, p.seq_k, p.sequences, place);
         const Sequence sequence(p, of);
-        const int tile = place - place_of<DKV_KEYS>(p.cu_seqlens_k, p.seq_k, of);
-        const int k_start = sequence.k_begin + DKV_KEYS * tile;
+        const int first_place = uniform(place_of<DKV_KEYS>(p.cu_seqlens_k, p.seq_k, of));
+        const int k_start = sequence.k_begin + DKV_KEYS * (place - first_place);
         if (k_start < sequence.k_end)  // or it is nobody's
             return {true, kv_head, k_start, sequence, seeing_queries(p, sequence, k_start)};
     }
@@ -631,8 +668,7 @@ __device__ Work take_work(const BackwardLengthsParams& p, int& n) {
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_dk_dv(const __grid_constant__ BackwardLengthsParams p) {
     DkDvMemory& smem = shared_memory<DkDvMemory>();
-    // Uniform across the warp; the shuffle tells the compiler so.
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    const int warp = uniform(threadIdx.x / 32);
     const int lane = threadIdx.x % 32;
     const int group = p.heads / p.kv_heads;
 
@@ -656,23 +692,25 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (warp >= PRODUCER_WARP) {
         setmaxnreg_dec<DKV_PRODUCER_REGISTERS>();
         if (warp > PRODUCER_WARP) return;
+        const Rows* all_rows = static_cast<const Rows*>(p.workspace[0]);
+        const int places = q_places<DKV_QUERIES>(p);
         // ---- for each work: find it, and load K and V, and the tiles
         int i = 0;  // of the tile, among those of all works
         for (int round = 0, n = blockIdx.x;; ++round) {
-            Work& work = smem.work[round % 2];
-            const Work found = take_work(p, n);
-            if (lane == 0) work = found;
+            const Work work = take_work(p, n);
+            if (lane == 0) smem.work[round % 2] = work;
             __syncwarp();  // lane 0 has written it
             bar_sync(WORK_BARRIER, WORK_THREADS);
-            if (!found.is_there) return;
-            if (lane > 0) continue;
+            if (!work.is_there) return;
             const Sequence& sequence = work.sequence;
-            mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
-            load_tile(smem.k, p.k_map, p.seq_k, work.k_start, sequence.k_used, work.kv_head,
-                      sequence.batch, smem.k_full);
-            mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
-            load_tile(smem.v, p.v_map, p.seq_k, work.k_start, sequence.k_used, work.kv_head,
-                      sequence.batch, smem.v_full);
+            if (lane == 0) {
+                mbarrier_arrive_expect_tx(smem.k_full, sizeof(smem.k));
+                load_tile(smem.k, p.k_map, p.seq_k, work.k_start, sequence.k_used, work.kv_head,
+                          sequence.batch, smem.k_full);
+                mbarrier_arrive_expect_tx(smem.v_full, sizeof(smem.v));
+                load_tile(smem.v, p.v_map, p.seq_k, work.k_start, sequence.k_used, work.kv_head,
+                          sequence.batch, smem.v_full);
+            }
             // The last tile first, of all heads, then the one before: with a mask, too, the blocks of a
             // key head read the same tiles at the same time, from the L2 cache.
             for (int tile = work.tiles.end - 1; tile >= work.tiles.first; --tile)
@@ -680,31 +718,133 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                      ++head, ++i) {
                     const int stage = i % DKV_STAGES;
                     const int q_start = sequence.q_begin + tile * DKV_QUERIES;
-                    const Rows* rows = static_cast<const Rows*>(p.workspace[0]) +
-                                       int64_t(head) * q_places<DKV_QUERIES>(p) + sequence.place +
-                                       tile;
+                    const Rows* rows = all_rows + int64_t(head) * places + sequence.place + tile;
                     Mbarrier &q_full = smem.q_full[stage], &dout_full = smem.dout_full[stage];
                     wait_for(smem.q_empty[stage], i / DKV_STAGES - 1);
-                    mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(Rows));
-                    load_tile(smem.q[stage], p.q_map, p.seq_q, q_start, sequence.q_end, head,
-                              sequence.batch, q_full);
-                    cp_async_bulk_load(&smem.rows[stage], rows, sizeof(Rows), q_full);
+                    __syncwarp();  // a lane still waiting would miss the phases that the copies allow
+                    if (lane == 0) {
+                        mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(Rows));
+                        load_tile(smem.q[stage], p.q_map, p.seq_q, q_start, sequence.q_end, head,
+                                  sequence.batch, q_full);
+                        cp_async_bulk_load(&smem.rows[stage], rows, sizeof(Rows), q_full);
+                    }
                     wait_for(smem.dout_empty[stage], i / DKV_STAGES - 1);
-                    mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]));
-                    load_tile(smem.dout[stage], p.dout_map, p.seq_q, q_start, sequence.q_end, head,
-                              sequence.batch, dout_full);
+                    __syncwarp();
+                    if (lane == 0) {
+                        mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]));
+                        load_tile(smem.dout[stage], p.dout_map, p.seq_q, q_start, sequence.q_end,
+                                  head, sequence.batch, dout_full);
+                    }
                 }
         }
     }
 
     setmaxnreg_inc<DKV_CONSUMER_REGISTERS>();
-    const int warp_row = warp % 4 * 16;  // the warp's first key in the block
+    const int warpgroup = warp / 4;
+    const int group_row = SPLIT ? 0 : 64 * warpgroup;  // the warpgroup's first key in the block
+    const int warp_row = group_row + warp % 4 * 16;    // and the warp's
     const float scale_log2 = p.softmax_scale * LOG2_E;
     // A lane's s_acc[n][2 r + i], with r and i 0 or 1, is the element of S^T in row 8 r + lane / 4 of
     // its warp's 16 and column 8 n + 2 (lane % 4) + i; so are the others.
     using Scores = float[DKV_QUERIES / 8][4];
-    if (warp < 4) {
-        const int left = p.window_left, right = window_right(p);
+    const int left = p.window_left, right = window_right(p);
+    // ---- P = 2^(S - lse), of the warp's keys that are there, the first one so far from the own key of the
+    // tile's first query
+    const auto compute_p = [&](Scores& s_acc, int stage, int keys, int distance) {
+#pragma unroll
+        for (int n = 0; n < DKV_QUERIES / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int col = 8 * n + 2 * (lane % 4) + i % 2;
+                float& s = s_acc[n][i];
+                s = ex2_approx_ftz(s * scale_log2 - smem.rows[stage].lse[col]);
+            }
+        if (keys < 16 || distance + 15 > right || distance - (DKV_QUERIES - 1) < -left) {
+#pragma unroll
+            for (int n = 0; n < DKV_QUERIES / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int key = 8 * (i / 2) + lane / 4;
+                    const int from_own = distance + key - (8 * n + 2 * (lane % 4) + i % 2);
+                    if (key >= keys || from_own > right || from_own < -left) s_acc[n][i] = 0.0f;
+                }
+        }
+    };
+    // ---- dS = P * (dP - delta)
+    const auto compute_ds = [&](Scores& dp_acc, const Scores& p_acc, int stage, float factor) {
+#pragma unroll
+        for (int n = 0; n < DKV_QUERIES / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float delta = smem.rows[stage].delta[8 * n + 2 * (lane % 4) + i % 2];
+                dp_acc[n][i] = p_acc[n][i] * (dp_acc[n][i] - delta) * factor;
+            }
+    };
+    if (!SPLIT) {
+        for (int round = 0, i = 0;; ++round) {
+            bar_sync(WORK_BARRIER, WORK_THREADS);
+            const Work& work = smem.work[round % 2];
+            if (!work.is_there) break;
+            const int first_row = work.k_start + warp_row, keys = work.sequence.k_used - first_row;
+            // Of the warp's first key from the own key of the sequence's first query.
+            const int own_distance = first_row - work.sequence.own_key - work.sequence.q_begin;
+            const int begin = i, end = i + group * (work.tiles.end - work.tiles.first);
+            const float factor = factor_of(p, work.sequence, group * work.kv_head, group);
+            uint32_t no_frag[DIM / 16][4];
+            // In use until the next tile's first wait.
+            uint32_t p_frag[DKV_QUERIES / 16][4] = {}, ds_frag[DKV_QUERIES / 16][4] = {};
+            float dk_acc[DIM / 8][4] = {}, dv_acc[DIM / 8][4] = {};
+            wait_for(smem.k_full, round);
+            wait_for(smem.v_full, round);
+
+            if (warpgroup == 1) pass_turn(warpgroup);
+            wait_for_turn(warpgroup);
+
+            // ---- for each Q/dO tile, of each head of the group
+            for (int head = 0, tile = work.tiles.end - 1; i < end; ++i) {
+                const int stage = i % DKV_STAGES;
+
+                // ---- S^T = K Q^T, dP^T = V dO^T  [DKV_KEYS, DKV_QUERIES], 64 rows in each warpgroup
+                Scores s_acc, dp_acc;
+                wait_for(smem.q_full[stage], i / DKV_STAGES);
+                multiply<false>(s_acc, no_frag, smem.k, group_row, smem.q[stage]);
+                wgmma_wait_group<1>(dv_acc, dk_acc, p_frag, ds_frag);  // of the tile before
+                if (i > begin) {
+                    release(smem.q_empty[(i - 1) % DKV_STAGES]);
+                    release(smem.dout_empty[(i - 1) % DKV_STAGES]);
+                }
+                wait_for(smem.dout_full[stage], i / DKV_STAGES);
+                multiply<false>(dp_acc, no_frag, smem.v, group_row, smem.dout[stage]);
+                pass_turn(warpgroup);
+
+                // ---- dV += P^T dO, dK += dS^T Q  [DKV_KEYS, HEAD_DIM], of it 64 rows in each warpgroup
+                wgmma_wait_group<1>(s_acc);
+                compute_p(s_acc, stage, keys, own_distance - tile * DKV_QUERIES);
+                convert(p_frag, s_acc);
+                wgmma_wait_group<0>(dp_acc);
+                compute_ds(dp_acc, s_acc, stage, factor);
+                convert(ds_frag, dp_acc);
+                wait_for_turn(warpgroup);
+                add_product(dv_acc, p_frag, smem.dout[stage]);
+                add_product(dk_acc, ds_frag, smem.q[stage]);
+                if (++head == group) head = 0, --tile;
+            }
+            if (warpgroup == 0) pass_turn(warpgroup);
+            wgmma_wait_group<0>(dv_acc, dk_acc, p_frag, ds_frag);
+            release(smem.q_empty[(i - 1) % DKV_STAGES]);
+            release(smem.dout_empty[(i - 1) % DKV_STAGES]);
+
+            // ---- write dK and dV, in the places of K and V
+            // When all of the warpgroup's products have read them.
+            bar_sync(GROUP_BARRIER + warpgroup, 128);
+            write(p.dk_map, p.seq_k, first_row, work.sequence.k_end, work.kv_head,
+                  work.sequence.batch, smem.k, warp_row, dk_acc, p.softmax_scale / factor);
+            write(p.dv_map, p.seq_k, first_row, work.sequence.k_end, work.kv_head,
+                  work.sequence.batch, smem.v, warp_row, dv_acc, 1.0f);
+            if (lane == 0) cp_async_bulk_wait_group_read<0>();
+            __syncwarp();  // dK and dV have left, before the next K and V may come
+        }
+    } else if (warp < 4) {
         for (int round = 0, i = 0;; ++round) {
             bar_sync(WORK_BARRIER, WORK_THREADS);
             const Work& work = smem.work[round % 2];
@@ -731,27 +871,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 if (i > begin) release(smem.dout_empty[(i - 1) % DKV_STAGES]);
                 wgmma_wait_group<0>(s_acc);
 
-                // ---- P = 2^(S - lse)
-#pragma unroll
-                for (int n = 0; n < DKV_QUERIES / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int col = 8 * n + 2 * (lane % 4) + i % 2;
-                        float& s = s_acc[n][i];
-                        s = ex2_approx_ftz(s * scale_log2 - smem.rows[stage].lse[col]);
-                    }
-                const int distance = own_distance - tile * DKV_QUERIES;
-                if (keys < 16 || distance + 15 > right || distance - (DKV_QUERIES - 1) < -left) {
-#pragma unroll
-                    for (int n = 0; n < DKV_QUERIES / 8; ++n)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int key = 8 * (i / 2) + lane / 4;
-                            const int from_own = distance + key - (8 * n + 2 * (lane % 4) + i % 2);
-                            if (key >= keys || from_own > right || from_own < -left)
-                                s_acc[n][i] = 0.0f;
-                        }
-                }
+                compute_p(s_acc, stage, keys, own_distance - tile * DKV_QUERIES);
                 convert(p_frag, s_acc);
                 wait_for(smem.p_empty, i - 1);
 #pragma unroll
@@ -809,15 +929,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
                 wgmma_wait_group<0>(dp_acc);
                 release(smem.dout_empty[stage]);
 
-                // ---- dS = P * (dP - delta)
                 wait_for(smem.q_full[stage], i / DKV_STAGES);
-#pragma unroll
-                for (int n = 0; n < DKV_QUERIES / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float delta = smem.rows[stage].delta[8 * n + 2 * (lane % 4) + i % 2];
-                        dp_acc[n][i] = p_acc[n][i] * (dp_acc[n][i] - delta) * factor;
-                    }
+                compute_ds(dp_acc, p_acc, stage, factor);
                 convert(ds_frag, dp_acc);
 
                 // ---- dK += dS^T Q  [DKV_KEYS, HEAD_DIM]
