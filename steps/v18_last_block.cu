@@ -258,8 +258,10 @@ __device__ void load_q(const AttentionParams& p, const Share& share, SharedMemor
     }
 }
 
-// ---- copy K and V. By one thread
+// ---- copy K and V. By a warp, one lane of which starts the copies, but all lanes know what: then ptxas has it
+// in uniform registers, where TMA needs it. It would move it there for each copy, lane by lane in a loop
 __device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+    const bool starts = threadIdx.x % 32 == 0;
     int number = 0;  // of the tile
     for (uint32_t i = 0; i < share.count; ++i) {
         const Segment segment = share.at(i);
@@ -269,12 +271,16 @@ __device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemo
             const bool is_paced = IS_PACED && number > 0;
             if (is_paced) wait_for(smem.k_full[before % NUM_STAGES], before / NUM_STAGES);
             wait_for(smem.k_empty[stage], phase - 1);
-            load_tile(smem.k[stage], p.k_map, tile * BLOCK_N, segment.kv_head, segment.batch,
-                      smem.k_full[stage]);
+            __syncwarp();  // a lane still waiting would miss the phases that the copy allows
+            if (starts)
+                load_tile(smem.k[stage], p.k_map, tile * BLOCK_N, segment.kv_head, segment.batch,
+                          smem.k_full[stage]);
             if (is_paced) wait_for(smem.v_full[before % NUM_STAGES], before / NUM_STAGES);
             wait_for(smem.v_empty[stage], phase - 1);
-            load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, segment.kv_head, segment.batch,
-                      smem.v_full[stage]);
+            __syncwarp();
+            if (starts)
+                load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, segment.kv_head, segment.batch,
+                          smem.v_full[stage]);
         }
     }
 }
@@ -563,11 +569,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     }
     __syncthreads();  // the mbarriers are initialized
 
-    if (warp > PRODUCER_WARP)
-        load_q(p, share, smem);
-    else if (threadIdx.x == 32 * PRODUCER_WARP)
-        load_kv(p, share, smem);
-    else if (warp < PRODUCER_WARP)
+    if (warp < PRODUCER_WARP)
         compute(p, share, smem);
+    else if (warp > PRODUCER_WARP)
+        load_q(p, share, smem);
+    else
+        load_kv(p, share, smem);
     if (share.has_parts_to_merge()) merge(p, share);
 }
