@@ -27,8 +27,11 @@ constexpr int Q_WARPS = 3;
 constexpr int BLOCK_M = 64;                          // rows of a work tile
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
 constexpr int NUM_STAGES = HEAD_DIM <= 64 ? 4 : 2;   // tiles of K, and of V, in shared memory
-constexpr int PART_BARRIER = 1;                      // of the warpgroup that computes
-constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
+// Whether softmax runs while the product before it does. V is released later then, and a tile of larger rows
+// takes longer to arrive than softmax.
+constexpr bool HIDE_SOFTMAX = HEAD_DIM <= 128;
+constexpr int PART_BARRIER = 1;  // of the warpgroup that computes
+constexpr int PANEL = 64;        // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 // Eight columns of O are sent, and merged, together.
@@ -234,7 +237,7 @@ __device__ void compute(const Work& work, SharedMemory& smem) {
     // ---- O += P V  [BLOCK_M, HEAD_DIM]
     const auto start_pv = [&](int number) {
         const int stage = number % NUM_STAGES;
-        wait_for(smem.v_full[stage], number / NUM_STAGES);
+        if (!HIDE_SOFTMAX) wait_for(smem.v_full[stage], number / NUM_STAGES);
         wgmma_fence(o_acc, p_frag);
 #pragma unroll
         for (int j = 0; j < BLOCK_N; j += 16)
@@ -309,13 +312,16 @@ __device__ void compute(const Work& work, SharedMemory& smem) {
         wgmma_wait_group<0>(s_acc);
         release(smem.k_empty[0]);
         softmax(0);
+        if (HIDE_SOFTMAX) wait_for(smem.v_full[0], 0);
         convert_p();
         for (int number = 1; number < num_tiles; ++number) {
             start_s(number);
             start_pv(number - 1);
             wgmma_wait_group<1>(s_acc);
             release(smem.k_empty[number % NUM_STAGES]);
-            softmax(number);  // while O += P V runs
+            softmax(number);
+            // Here, for ptxas moves no code across a loop that waits: without it softmax would wait for O.
+            if (HIDE_SOFTMAX) wait_for(smem.v_full[number % NUM_STAGES], number / NUM_STAGES);
             wgmma_wait_group<0>(o_acc, p_frag);
             release(smem.v_empty[(number - 1) % NUM_STAGES]);
 #pragma unroll
