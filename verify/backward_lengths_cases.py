@@ -1,7 +1,7 @@
 """The backward cases with lengths and windows: forward's, and what only gradients can get wrong.
 
-A work is 128 keys of a sequence, counted from its first one, and the tiles of queries that see one
-of them. These are 128 queries, or 64 above 64 columns.
+A work is 128 keys of a sequence, counted from its first one, or 64 above 128 columns, and the tiles
+of queries that see one of them. These are 128 queries, or 64 above 64 columns.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ _OWN = (
         causal=True,
         layouts=(contiguous,) * 3 + (packed, transposed, padded, packed, padded),
     ),
-    # The ends of tiles and of keys once more, where a work is 64 keys whatever the columns.
+    # The ends of tiles and of keys once more, where a work is 64 keys.
     packed_case(
         "half_tiles_in_window",
         (1, 1),
@@ -226,8 +226,8 @@ _OWN = (
     packed_case(
         "half_keys_not_used",
         (1, 1),
-        128,
-        BF16,
+        256,
+        FP16,
         (2, 1, 40, 2, 0, 1, 3),
         (130, 65, 130, 66, 70, 64, 140),
         used=(79, 64, 63, 0, 3, 64, 140),
@@ -235,6 +235,7 @@ _OWN = (
         causal=True,
     ),
     used_case("half_used", Shape(3, 2, 1, 70, 150, 256), FP16, (150, 20, 79), (100, 10)),
+    packed_case("half_large_row", (4, 1), 256, FP16, (30, 200), (10, 12), dout=one_large_row),
     # Sixteen heads, then four.
     packed_case(
         "packed_sections_gpu",

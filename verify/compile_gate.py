@@ -1,5 +1,6 @@
-"""Compiles every step with nvcc: no local memory, and no tensor-core instructions that ptxas has
-serialized, given wrong operands, or put exponentials behind that could run beside them."""
+"""Compiles every step with nvcc: no local memory, no tensor-core instructions that ptxas has
+serialized, given wrong operands, or put exponentials behind that could run beside them, and no
+copies for which it moves coordinates lane by lane."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from common.runtime.build import Build, build_cubin, headline_arch, parse_resour
 from common.runtime.sass import nvdisasm
 from common.step import Step
 from common.text import markdown
+from verify.lane_by_lane import copies_lane_by_lane
 from verify.late_exponentials import late_exponentials
 from verify.machine_code import machine_code
 from verify.wgmma_operands import mixed_operands
@@ -47,6 +49,8 @@ LATE_EXPONENTIALS = {
     *product(("v13", "v16", "v18"), HEAD_DIMS),
     *(("v19", head_dim) for head_dim in HEAD_DIMS if head_dim > 128),
 }
+# And those whose copies take coordinates lane by lane: a whole warp in v16's loop did not help.
+LANE_BY_LANE = {("v16", head_dim) for head_dim in HEAD_DIMS}
 
 
 def compile_all(quarter: int | None = None) -> int:
@@ -54,7 +58,8 @@ def compile_all(quarter: int | None = None) -> int:
 
     With a quarter, 0 to 3, in that one of the specializations, as quarter_of() says. Returns 1 if
     one of them has local memory where it must not, or if ptxas serialized its instructions, mixed
-    up their operands or made exponentials wait, which last two are not known without nvdisasm.
+    up their operands, made exponentials wait or copies take coordinates lane by lane; which last
+    three are not known without nvdisasm.
     """
     has_nvdisasm = _has_nvdisasm()
     jobs = [
@@ -92,21 +97,23 @@ def _has_nvdisasm() -> bool:
     try:
         return bool(nvdisasm())
     except UsageError as reason:
-        told = "neither operands of wgmma nor late exponentials were looked for"
-        print(f"warning: {told}: {reason}", file=sys.stderr)
+        told = "neither operands of wgmma, late exponentials nor copies lane by lane"
+        print(f"warning: {told} were looked for: {reason}", file=sys.stderr)
         return False
 
 
 def _compile(
     step: Step, spec: Specialization, arch: str, has_nvdisasm: bool
 ) -> tuple[Build, list[str]]:
-    """The build, and what is wrong with its wgmma, or waits for it."""
+    """The build, and what is wrong with its wgmma, waits for it, or is copied lane by lane."""
     build = build_cubin(step, spec, arch)
     if not (arch.endswith("a") and has_nvdisasm):
         return build, []
     kernels = machine_code(build.path)
-    late = [] if (step.name, spec.head_dim) in LATE_EXPONENTIALS else late_exponentials(kernels)
-    return build, [*mixed_operands(kernels), *late]
+    where = (step.name, spec.head_dim)
+    late = [] if where in LATE_EXPONENTIALS else late_exponentials(kernels)
+    lanes = [] if where in LANE_BY_LANE else copies_lane_by_lane(kernels)
+    return build, [*mixed_operands(kernels), *late, *lanes]
 
 
 def quarter_of(specs: list[Specialization], quarter: int | None) -> list[Specialization]:

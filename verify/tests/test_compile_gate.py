@@ -22,6 +22,7 @@ ptxas info    : Used 99 registers, used 1 barriers
 """
 OPERANDS = "wgmma at 0f80 reads R184, written by F2FP and LDSM"
 LATE = "54 exponentials wait at 6080 for a product under way, and 10 do not"
+LANES = "the copy at 0d50 moves 5 registers of each lane to uniform ones"
 Job = tuple[Step, Specialization, str]
 SERIALIZED = "ptxas info    : wgmma.mma_async instructions are serialized\n"
 
@@ -30,8 +31,8 @@ SERIALIZED = "ptxas info    : wgmma.mma_async instructions are serialized\n"
 def gate(monkeypatch):
     """Runs the gate; ptxas says the log for a step at a head_dim, and nothing bad otherwise.
 
-    Of the step named by mixed, it finds the operands of wgmma mixed up, and of that named by late,
-    late exponentials.
+    Of the step named by mixed, it finds the operands of wgmma mixed up, of that named by late, late
+    exponentials, and of that named by lanes copies lane by lane.
     """
 
     monkeypatch.setattr(compile_gate, "nvdisasm", lambda: "nvdisasm")
@@ -42,6 +43,7 @@ def gate(monkeypatch):
         log: str = "",
         mixed: str = "",
         late: str = "",
+        lanes: str = "",
         quarter: int | None = None,
     ) -> tuple[int, list[Job]]:
         compiled = []
@@ -59,6 +61,7 @@ def gate(monkeypatch):
         monkeypatch.setattr(compile_gate, "machine_code", lambda cubin: cubin.stem)
         monkeypatch.setattr(compile_gate, "mixed_operands", finding(mixed, OPERANDS))
         monkeypatch.setattr(compile_gate, "late_exponentials", finding(late, LATE))
+        monkeypatch.setattr(compile_gate, "copies_lane_by_lane", finding(lanes, LANES))
         return compile_all(quarter), compiled
 
     return run
@@ -138,13 +141,22 @@ def test_known_late_exponentials_pass(gate, capsys):
     assert "d256_" not in told
 
 
+def test_copies_lane_by_lane_fail(gate, capsys):
+    assert gate(lanes="v14")[0] == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == f"error: v14 sm_90a d64_bf16: kernel: {LANES}"
+    assert all(line.endswith(LANES) for line in told)
+    assert gate(lanes="v16")[0] == 0
+
+
 def test_without_nvdisasm_machine_code_is_not_looked_at(gate, capsys, monkeypatch):
     def nvdisasm() -> str:
         raise UsageError("no nvdisasm")
 
     monkeypatch.setattr(compile_gate, "nvdisasm", nvdisasm)
-    assert gate(mixed="b07", late="v12")[0] == 0
+    assert gate(mixed="b07", late="v12", lanes="v14")[0] == 0
     (told,) = capsys.readouterr().err.splitlines()
     assert told == (
-        "warning: neither operands of wgmma nor late exponentials were looked for: no nvdisasm"
+        "warning: neither operands of wgmma, late exponentials nor copies lane by lane were looked"
+        " for: no nvdisasm"
     )
