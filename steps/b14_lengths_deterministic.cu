@@ -1,12 +1,12 @@
 // b14 -- lengths, every bit repeats: gradients with lengths and windows, without reductions
 // taken: only for lengths and windows that no other step takes; b11 has five products where this has seven
-// change: of b13, whose warpgroups have dV and dK, the mask and the schedule, as b11 has them of b08. Tiles
-//     of a sequence's queries have places of their own, and so have tiles of its keys. Blocks of
-//     attention_dk_dv are persistent, and take these by ticket
+// change: of b13, the mask and the schedule, as b11 has them of b08. Tiles of a sequence's queries have places
+//     of their own, and so have tiles of its keys. Blocks of attention_dk_dv are persistent, and take these by
+//     ticket
 // why: b11 adds to dQ in any order, and keeps too much in shared memory for head_dim above 128. But models
 //     that look through windows have heads of 256, too (Gemma), and who looks for a mistake wants the same
 //     bits twice. Predicted: above 128 the TFLOP/s of b07 of what is visible, less the parts of tiles at
-//     the ends of sequences and windows
+//     the ends of sequences and windows; up to 128, 0.85 times b11's
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "backward_lengths.cuh"
 #include "bulk.cuh"
@@ -45,7 +45,8 @@ constexpr int stages(int kept_rows, int tile_rows, int other_bytes) {
 // attention_dq: a block has rows of queries, 64 a warpgroup, and takes the keys tile by tile. Up to head_dim
 // 192 Q is in registers beside dQ, S and dP.
 constexpr int DQ_QUERIES = 64 * CONSUMERS;
-constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;  // never as wide as dQ: see K_IN_REGISTERS
+// Never as wide as dQ: ptxas 13.0 may then give dS some of Q's registers.
+constexpr int DQ_KEYS = HEAD_DIM <= 64 ? 128 : 64;
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 192;
 constexpr bool DOUT_IN_REGISTERS = HEAD_DIM <= 128;
 // Where there is room for one tile of V alone, there are two of K, which dS K reads long after dO V^T has
@@ -58,7 +59,7 @@ constexpr int K_STAGES = V_STAGES > 1 ? V_STAGES : 2;
 // computes dP^T, dS and dK from the P that 0 passes on.
 constexpr bool SPLIT = DIM > 128;
 constexpr int DKV_KEYS = SPLIT ? 64 : 64 * CONSUMERS, DKV_QUERIES = DIM <= 64 ? 128 : 64;
-// And V. ptxas 13.0 may give P or dS some of these where the gradient is as wide as a tile, as S and dP are.
+// And V. Up to head_dim 128 the gradients need the registers.
 constexpr bool K_IN_REGISTERS = SPLIT && HEAD_DIM <= 192;
 
 // A tile as TMA writes it: panels, in each of which 8 rows of 128 bytes are swizzled.
@@ -78,8 +79,8 @@ struct Rows {
 constexpr int DKV_STAGES =
     stages(DKV_KEYS, DKV_QUERIES, (SPLIT ? sizeof(PTile) : 0) + 4 * sizeof(Rows));
 
-// What is the same in all lanes: told so, ptxas keeps it in uniform registers, where TMA needs it. It would move
-// it there for each box, lane by lane in a loop.
+// What is the same in all lanes: told so, ptxas keeps it in uniform registers, where TMA needs it. Otherwise it
+// would move it there for each box, lane by lane in a loop.
 __device__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
 // The place of a sequence's first tile of ROWS rows, among those of a head's packed rows, or of `rows` in each

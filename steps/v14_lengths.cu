@@ -352,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     // ======== the producer: a warp copies, for all work tiles, K of a tile, then V of the tile before, as the
     // consumers need them. One lane starts the copies, but all lanes know what: then ptxas has it in uniform
-    // registers, where TMA needs it. It would move it there for each copy, lane by lane in a loop ========
+    // registers, where TMA needs it. Otherwise it would move it there for each copy, lane by lane ========
     if (uniform(threadIdx.x / 128) == CONSUMERS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (uniform(threadIdx.x / 32) != PRODUCER / 32) return;
@@ -603,7 +603,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     // ---- raise m where P has left its range: m' = m + e, and P, l and O become 2^-e times what they
     // were. Where P was not lost, e is a whole number: that changes no digit of them; and only the upper
-    // or the lower 8 of the warp's rows may need it. O is still to be scaled then, when no product adds
+    // or the lower 8 of the warp's rows may need it. O is scaled later, when no product adds
     // to it.
     const auto raise_shift = [&](const Work& work, int tile) {
         // Votes and shuffles are issued together: the result of each takes long to arrive.

@@ -259,7 +259,7 @@ __device__ void load_q(const AttentionParams& p, const Share& share, SharedMemor
 }
 
 // ---- copy K and V. By a warp, one lane of which starts the copies, but all lanes know what: then ptxas has it
-// in uniform registers, where TMA needs it. It would move it there for each copy, lane by lane in a loop
+// in uniform registers, where TMA needs it. Otherwise it would move it there for each copy, lane by lane
 __device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemory& smem) {
     const bool starts = threadIdx.x % 32 == 0;
     int number = 0;  // of the tile

@@ -320,7 +320,7 @@ __device__ void compute(const Work& work, SharedMemory& smem) {
             wgmma_wait_group<1>(s_acc);
             release(smem.k_empty[number % NUM_STAGES]);
             softmax(number);
-            // Here, for ptxas moves no code across a loop that waits: without it softmax would wait for O.
+            // Here, as that keeps ptxas from letting the softmax wait for O.
             if (HIDE_SOFTMAX) wait_for(smem.v_full[number % NUM_STAGES], number / NUM_STAGES);
             wgmma_wait_group<0>(o_acc, p_frag);
             release(smem.v_empty[(number - 1) % NUM_STAGES]);

@@ -43,8 +43,8 @@ LOCAL_MEMORY = {
     ("v15", 1024),
     ("v15", 576),
 }
-# And those whose exponentials wait for a product that they do not need, as these steps are faster
-# so: they wait for memory, and release V before the softmax.
+# And those whose exponentials wait for a product that they do not need. They are no slower so: they
+# wait for memory, and release V before the softmax.
 LATE_EXPONENTIALS = {
     *product(("v13", "v16", "v18"), HEAD_DIMS),
     *(("v19", head_dim) for head_dim in HEAD_DIMS if head_dim > 128),
@@ -58,8 +58,8 @@ def compile_all(quarter: int | None = None) -> int:
 
     With a quarter, 0 to 3, in that one of the specializations, as quarter_of() says. Returns 1 if
     one of them has local memory where it must not, or if ptxas serialized its instructions, mixed
-    up their operands, made exponentials wait or copies take coordinates lane by lane; which last
-    three are not known without nvdisasm.
+    up their operands, made exponentials wait or copies take coordinates lane by lane. Without
+    nvdisasm the last three are not known.
     """
     has_nvdisasm = _has_nvdisasm()
     jobs = [
@@ -105,7 +105,7 @@ def _has_nvdisasm() -> bool:
 def _compile(
     step: Step, spec: Specialization, arch: str, has_nvdisasm: bool
 ) -> tuple[Build, list[str]]:
-    """The build, and what is wrong with its wgmma, waits for it, or is copied lane by lane."""
+    """The build, and what is wrong with its machine code."""
     build = build_cubin(step, spec, arch)
     if not (arch.endswith("a") and has_nvdisasm):
         return build, []
