@@ -206,7 +206,7 @@ struct alignas(SWIZZLE_128B_TILE) DkDvMemory {
     Tile<DKV_KEYS> k, v;  // and in the end dK and dV
     Tile<DKV_QUERIES> q[DKV_STAGES];
     Tile<DKV_QUERIES> dout[DKV_STAGES];
-    PTile p;  // from warpgroup 0 to warpgroup 1
+    PTile p;  // from warpgroup 0 to warpgroup 1, if SPLIT
     Rows rows[DKV_STAGES];
     Mbarrier k_full, v_full, p_full, q_full[DKV_STAGES], dout_full[DKV_STAGES];
     Mbarrier p_empty, q_empty[DKV_STAGES], dout_empty[DKV_STAGES];

@@ -6,19 +6,12 @@ import pytest
 
 from verify.lane_by_lane import copies_lane_by_lane
 from verify.machine_code import parse
+from verify.tests.listings import listing
 
 COPY = "UTMALDG.5D [UR8], [UR16]"
 ELECT, AGAIN = "@P0 ELECT P2, URZ, PT", "@P0 BRA.U.ANY `(.L_x_1)"
 MOVE, KEEP = "@P2 R2UR UR11, R7", "UMOV UR11, UR35"
 OTHERS = ["@P2 PLOP3.LUT P0, PT, P2, PT, PT, 0x8, 0x0", "PLOP3.LUT P2, PT, PT, PT, PT, 0x8, 0x0"]
-
-
-def listing(*code: str) -> str:
-    lines = [".section .text.kernel"]
-    for text in code:
-        is_label = text.startswith(".L")
-        lines.append(f"{text}:" if is_label else f"/*{16 * len(lines):04x}*/ {text} ;")
-    return "\n".join(lines)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from verify.late_exponentials import late_exponentials
 from verify.machine_code import parse
+from verify.tests.listings import listing
 
 Q_K = "HGMMA.64x128x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0"
 P_V = "HGMMA.64x128x16.F32.BF16 R24, R0, gdesc[UR8], R24, gsb0"
@@ -18,19 +19,12 @@ AGAIN = "@P0 BRA `(.L_x_1)"
 SKIP = "@P1 BRA `(.L_x_2)"
 
 
-def listing(*code: str | tuple[int, str]) -> str:
-    """Of instructions, of so many like one, and of labels; of which marks tell what is written."""
-    lines = [".section .text.kernel", f"{'':80}// |   # 01234567  |"]
-    marks = {LOAD_Q: "    ^^^^", ROUND_P: "^^^^    "}
-    for item in code:
-        count, text = item if isinstance(item, tuple) else (1, item)
-        for _ in range(count):
-            if text.startswith(".L"):
-                lines.append(f"{text}:")
-            else:
-                written = marks.get(text, "        ")
-                lines.append(f"{f'/*{16 * len(lines):04x}*/ {text} ;':80}// |   9 {written}  |")
-    return "\n".join(lines)
+def of_all(*code: str | tuple[int, str]) -> str:
+    """A listing of labels and instructions, or of so many like one."""
+    marks = {LOAD_Q: "    ^^^^", ROUND_P: "^^^^"}
+    counted = [item if isinstance(item, tuple) else (1, item) for item in code]
+    texts = [text for count, text in counted for _ in range(count)]
+    return listing(*((text, marks.get(text, "")) for text in texts))
 
 
 def tile(early: int, late: int, *rest: str | tuple[int, str]) -> list:
@@ -61,7 +55,7 @@ def tile(early: int, late: int, *rest: str | tuple[int, str]) -> list:
 )
 def test_exponentials_behind_both_waits(code, found: list[tuple[int, int]]) -> None:
     told = r"kernel: (\d+) exponentials wait at \w+ for a product under way, and (\d+) do not"
-    mistakes = [re.fullmatch(told, each) for each in late_exponentials(parse(listing(*code)))]
+    mistakes = [re.fullmatch(told, each) for each in late_exponentials(parse(of_all(*code)))]
     assert [tuple(map(int, each.groups())) for each in mistakes] == found
 
 
@@ -69,5 +63,5 @@ def test_a_loop_that_waits_for_a_copy_is_passed() -> None:
     wait = [".L_x_3", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R4", "@!P0 BRA `(.L_x_3)"]
     softmax = [S, *wait, (9, EXPONENTIAL), ALL, (55, EXPONENTIAL), ROUND_P]
     code = [LOAD_Q, ROUND_P, ".L_x_1", Q_K, P_V, *softmax, AGAIN]
-    (mistake,) = late_exponentials(parse(listing(*code, "EXIT")))
+    (mistake,) = late_exponentials(parse(of_all(*code, "EXIT")))
     assert "55 exponentials wait" in mistake

@@ -12,6 +12,7 @@ from common.problem import Specialization
 from common.runtime.build import build_cubin, nvcc
 from common.runtime.sass import disassemble, nvdisasm
 from verify.machine_code import machine_code, parse
+from verify.tests.listings import listing
 from verify.wgmma_operands import mixed_operands
 
 # Of a draft of b07, head_dim 64, by ptxas 13.0: K is loaded before the loop, and R184 is dS, too.
@@ -34,18 +35,6 @@ def has(tool) -> bool:
         return bool(tool())
     except UsageError:
         return False
-
-
-def listing(*code: tuple[str, str] | str) -> str:
-    """Of instructions and labels."""
-    lines = [".section .text.kernel", f"{'':80}// |   # 0123456789012345  |"]
-    for n, item in enumerate(code):
-        if isinstance(item, str):
-            lines.append(f"{item}:")
-        else:
-            text, marks = item
-            lines.append(f"{f'/*{16 * n:04x}*/ {text} ;':80}// |   9 {marks:16}  |")
-    return "\n".join(lines)
 
 
 def test_what_a_loop_writes_over_rows_that_stay_is_found() -> None:
