@@ -54,15 +54,18 @@ LARGE_HEAD_DIM = 256  # a larger head_dim is large; so is one that v does not sh
 MULTIPROCESSORS = 132  # of an H100 or H200
 # What are_few_keys() and are_few_rows() reckon with: the rows of v18's work tile; the keys of one
 # of its tiles, up to a head_dim; how many it computes on its own as quickly as other steps share
-# them out; and how much one block of an H100 merges as quickly as v13's second kernel does.
-TILE_ROWS, TILE_KEYS, TILE_DIM, WHOLE_KEYS, MERGED_ELEMENTS = 32, 128, 128, 1024, 2**15
+# them out; and how much one block of an H100 merges as quickly as v13's second kernel does, in all
+# and in each part.
+TILE_ROWS, TILE_KEYS, TILE_DIM, WHOLE_KEYS = 32, 128, 128, 1024
+MERGED_ELEMENTS, PART_ELEMENTS = 2**15, 2**12
 WARPGROUP_ROWS = 64  # of a warpgroup, in every step
 # And are_of_few_heads(): the rows of v19's work tile, how many blocks may share its keys, and how
 # many of these run at once. Where idle multiprocessors could have taken more than UNSHARED_KEYS
-# keys off each block, v13 was faster. v18 was, with so few rows of so few elements; and v17 or v13,
-# with more than MERGED_ROWS and more than TEAM_KEYS keys for a block.
+# keys off each block, v13 was faster. v18 was, with so few rows of so few elements, in teams of two
+# or with more than SMALL_KEYS keys for a block; and v17 or v13, with more than MERGED_ROWS and more
+# than TEAM_KEYS.
 TEAM_ROWS, TEAMS, TEAM_BLOCKS, UNSHARED_KEYS = 64, (8, 4, 2), 112, 540
-SMALL_ROWS, SMALL_ELEMENTS = 16, 2**11
+SMALL_ROWS, SMALL_ELEMENTS, SMALL_KEYS = 16, 2**10, 256
 TEAM_KEYS = 1024
 # And are_few(). From 640 to 896 IDLE_KEYS calls took as long on an H100, in the geometric mean, and
 # longer with 512 or 1024.
@@ -77,9 +80,8 @@ UNEQUAL_KEYS = 2048  # and few_with()
 # faster than v17 with up to so many, where only two of three warpgroups have queries.
 THREE_WARPGROUPS_DIM, IDLE_KEYS_OF_TILES, TWO_WARPGROUPS_KEYS = 96, 960, 4096
 # Beside v12's shares v17 was faster from so many elements of a head's K on, in so many rounds; and
-# where nothing is read twice, from fewer, in any number. (From 2**22 on v12 is up to 3 % ahead, but
-# on an H200 only.)
-SHARED_ELEMENTS, SHARED_ROUNDS, MERGED_SHARED_ELEMENTS = 2**20, 4, 2**18
+# where nothing is read twice, from fewer, in any number, but on an H200 not with many more.
+SHARED_ELEMENTS, SHARED_ROUNDS, MERGED_SHARED_ELEMENTS = 2**20, 4, range(2**18, 2**22)
 
 
 @dataclass(frozen=True)
@@ -212,8 +214,9 @@ def are_of_few_heads(
 
     They are, where each can have a team of two blocks or more, or four with a larger head_dim than
     TILE_DIM, and no block more than TILE_KEYS; or where it has more, unless the multiprocessors
-    without a team would be idle for too long, v18's parts are very small, or more than MERGED_ROWS
-    share more than TEAM_KEYS for a block.
+    without a team would be idle for too long, v18's parts are very small and a team is two blocks
+    or has more than SMALL_KEYS for each, or more than MERGED_ROWS share more than TEAM_KEYS for a
+    block.
     """
     work = _work_tiles(batch, heads, kv_heads, seq_q, TEAM_ROWS)
     for team in TEAMS:
@@ -221,9 +224,12 @@ def are_of_few_heads(
             break
     else:
         return False
+    if head_dim > TILE_DIM and team == 2 and not TILE_KEYS * team < seq_k <= WHOLE_KEYS:
+        return False
     if seq_k <= TILE_KEYS * team:
-        return team > 2 or head_dim <= TILE_DIM
-    if _share_a_head(heads, kv_heads, seq_q, SMALL_ROWS):
+        return True
+    has_more = team == 2 or seq_k > SMALL_KEYS * team
+    if has_more and _share_a_head(heads, kv_heads, seq_q, SMALL_ROWS):
         is_small = seq_q * heads * head_dim <= SMALL_ELEMENTS * kv_heads
         if is_small and are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
             return False
@@ -248,13 +254,16 @@ def _work_tiles(batch: int, heads: int, kv_heads: int, seq_q: int, tile_rows: in
 def are_few_rows(batch: int, heads: int, kv_heads: int, seq_q: int, head_dim: int) -> bool:
     """Whether the queries of heads that share keys are so few that v18 is faster than v13, and v12.
 
-    They are one work tile's, of TILE_ROWS at most, and their parts, on as many blocks as there are
-    multiprocessors for each head of keys, have MERGED_ELEMENTS at most.
+    They are one work tile's, of TILE_ROWS at most; and where there are parts, on as many blocks as
+    there are multiprocessors for each head of keys, these have MERGED_ELEMENTS at most, and each
+    PART_ELEMENTS.
     """
-    parts = max(1, MULTIPROCESSORS // max(1, batch * kv_heads))
-    elements = seq_q * heads * head_dim * parts  # of all heads
-    return (
-        _share_a_head(heads, kv_heads, seq_q, TILE_ROWS) and elements <= MERGED_ELEMENTS * kv_heads
+    if not _share_a_head(heads, kv_heads, seq_q, TILE_ROWS):
+        return False
+    parts = MULTIPROCESSORS // max(1, batch * kv_heads)
+    elements = seq_q * heads * head_dim  # of a part, of all heads
+    return parts < 2 or (
+        elements <= PART_ELEMENTS * kv_heads and elements * parts <= MERGED_ELEMENTS * kv_heads
     )
 
 
@@ -333,15 +342,17 @@ def few_of(
     alone = _work_tiles_alone(batch, heads, seq_q)
     together = _work_tiles(batch, heads, kv_heads, seq_q, MERGED_ROWS)
     are_fewer = 4 * together <= 3 * alone
+    elements = seq_k * head_dim  # of a head's K
     if (are_merged or are_fewer) and _are_idle(work, seq_k, IDLE_KEYS, rounds):
-        return FEW_QUERIES
+        # With such a head_dim v17 was faster, where heads share nothing and two warpgroups compute.
+        is_alone = heads == kv_heads and seq_q > WARPGROUP_ROWS and head_dim > TILE_DIM
+        return FEW_WORK_TILES if is_alone and elements in MERGED_SHARED_ELEMENTS else FEW_QUERIES
     if are_faster_together(together, alone, seq_k, are_merged):
         return FEW_QUERIES
-    elements = seq_k * head_dim  # of a head's K
     if are_merged:
         # Few only where v12, which shares out their keys, reads these more slowly than v17.
         is_shared = is_wide and not causal and _full_rounds(work) > 1
-        return FEW_WORK_TILES if is_shared and elements >= MERGED_SHARED_ELEMENTS else None
+        return FEW_WORK_TILES if is_shared and elements in MERGED_SHARED_ELEMENTS else None
     two_compute = is_wide or seq_q <= BLOCK_QUERIES  # of three warpgroups, or of two
     if _are_idle(work, seq_k, IDLE_KEYS_OF_TILES, rounds):
         is_half_idle = two_compute and not is_wide and seq_k <= TWO_WARPGROUPS_KEYS

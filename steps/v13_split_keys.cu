@@ -28,7 +28,10 @@ constexpr int NUM_STAGES = 2;                        // tiles of K, and of V, in
 // The more is under way to all SMs at a time, the slower DRAM gets; with only 16 KB each of K and V it would
 // be idle at times. So where a tile is larger, its copy begins when the one before has arrived.
 constexpr bool IS_PACED = HEAD_DIM > 64;
-constexpr int Q_TILES = HEAD_DIM <= 192 ? 4 : 2;  // of Q, BLOCK_M rows each
+constexpr int Q_TILES = HEAD_DIM <= 192 ? 4 : 3;  // of Q, BLOCK_M rows each, in turn
+// Who waits for a barrier must see all its phases. With three tiles a warpgroup has each only every second
+// time. So each has barriers of its own.
+constexpr int Q_BARRIERS = CONSUMERS * Q_TILES;
 // Two warpgroups multiply in turn, but not where each has fewer keys at a time.
 constexpr bool TAKE_TURNS = BLOCK_N == 128;
 constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the other's follows
@@ -48,20 +51,36 @@ struct alignas(128) Part {
 // A block leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
 // which goes on in the next block.
 enum PartKind { ENDS, GOES_ON };
+// How the tiles of keys are shared out. The first kernel leaves it for the second: to find it takes a dozen
+// divisions, one after the other.
+struct Shares {
+    int group, rows;           // heads of a key head; their queries
+    int consumers, tile_rows;  // warpgroups that have rows; the rows of a work tile
+    int row_tiles;             // of a key head
+    uint32_t tiles;            // of keys, of each work tile
+    uint32_t works;            // work tiles
+    uint32_t blocks;           // that have a share
+    bool is_whole;             // a share is of whole work tiles
+    uint32_t parts;            // or one of so many equal ones of a work tile, if that is not 0
+    uint32_t share, longer;    // or else of so many tiles of keys; of the first blocks one more
+};
 struct Parts {
     Part part[2][CONSUMERS];
-    int grid;  // in the first block's: the number of blocks
+    Shares shares;  // in the first block's
 };
 constexpr int MAX_BLOCKS = 144;                       // no device of this architecture has more SMs
 constexpr int MERGE_THREADS = 256, MERGE_BLOCKS = 4;  // the latter on an SM
-constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
-constexpr int MERGED_AT_ONCE = 4;           // and of so many parts at a time
+// Of O a thread merges so many numbers of parts at a time: 8 columns of two parts or, where there are
+// more, 4 of four.
+constexpr int MERGED_AT_ONCE = 16;
 
 struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
-    Tile<BLOCK_M> q[Q_TILES];        // a work tile has one for each warpgroup that computes
+    Tile<BLOCK_M> q[Q_TILES];
     Tile<BLOCK_N> k[NUM_STAGES], v[NUM_STAGES];
-    Mbarrier q_full[Q_TILES], k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
-    Mbarrier q_empty[Q_TILES], k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it
+    Mbarrier q_full[Q_BARRIERS],
+        q_empty[Q_BARRIERS];  // the tile has arrived; every warp has read it
+    Mbarrier k_full[NUM_STAGES], k_empty[NUM_STAGES];
+    Mbarrier v_full[NUM_STAGES], v_empty[NUM_STAGES];
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
 
@@ -96,31 +115,23 @@ struct Segment {
     bool is_whole;  // all tiles of the work tile
 };
 
-// The shares. Row n of a key head is query n / group of head n % group of its group. What is counted
-// here is less than 2^32: a division of 64 bits takes ten times as long, and a short call waits for
-// these.
-struct Schedule {
+// Row n of a key head is query n / group of head n % group of its group. What is counted here is less
+// than 2^32: a division of 64 bits takes ten times as long, and a short call waits for these.
+struct Schedule : Shares {
     const AttentionParams& p;
-    int group, rows;           // heads of a key head; their queries
-    int consumers, tile_rows;  // warpgroups that have rows; the rows of a work tile
-    int row_tiles;             // of a key head
-    uint32_t tiles;            // of keys, of each work tile
-    uint32_t works;            // work tiles
-    uint32_t blocks;           // that have a share
-    bool is_whole;             // a share is of whole work tiles
-    uint32_t parts;            // or one of so many equal ones of a work tile, if that is not 0
-    uint32_t share, longer;    // or else of so many tiles of keys; of the first blocks one more
 
-    __device__ Schedule(const AttentionParams& params, int grid)
-        : p(params),
-          group(p.heads / p.kv_heads),
-          rows(group * p.seq_q),
-          consumers(rows <= BLOCK_M ? 1 : CONSUMERS),
-          tile_rows(BLOCK_M * consumers),
-          row_tiles(consumers == 1 ? 1 : (rows - 1) / (BLOCK_M * CONSUMERS) + 1),
-          tiles((p.seq_k + BLOCK_N - 1) / BLOCK_N),
-          works(uint32_t(p.batch) * p.kv_heads * row_tiles),
-          blocks(min(grid, MAX_BLOCKS)) {
+    __device__ Schedule(const AttentionParams& params, const Shares& shares)
+        : Shares(shares), p(params) {}
+
+    __device__ Schedule(const AttentionParams& params, int grid) : Shares{}, p(params) {
+        group = p.heads / p.kv_heads;
+        rows = group * p.seq_q;
+        consumers = rows <= BLOCK_M ? 1 : CONSUMERS;
+        tile_rows = BLOCK_M * consumers;
+        row_tiles = consumers == 1 ? 1 : (rows - 1) / (BLOCK_M * CONSUMERS) + 1;
+        tiles = (p.seq_k + BLOCK_N - 1) / BLOCK_N;
+        works = uint32_t(p.batch) * p.kv_heads * row_tiles;
+        blocks = min(grid, MAX_BLOCKS);
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
         // of each, where that keeps nine tenths of the blocks busy.
         const uint32_t idle = ((works - 1) / blocks + 1) * blocks - works;
@@ -238,15 +249,12 @@ __device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
     return &tile[d / PANEL][row][d % PANEL ^ row % 8 * VEC];
 }
 
-// The place of a work tile's Q: in turn one of as many as there is room for.
+// Where the number-th of a block's tiles of Q is: each warpgroup that computes has one of a work tile.
 struct QPlace {
-    int stage, phase;
-    int tile;  // the first of its tiles
+    int tile, barrier, phase;
 
-    __device__ QPlace(const Schedule& schedule, int i) {
-        const int stages = Q_TILES / schedule.consumers;
-        stage = i % stages, phase = i / stages, tile = stage * schedule.consumers;
-    }
+    __device__ explicit QPlace(int number)
+        : tile(number % Q_TILES), barrier(number % Q_BARRIERS), phase(number / Q_BARRIERS) {}
 };
 
 // ---- copy Q, whose rows are of several heads: no box of a tensor map. By Q_WARPS warps. What stays
@@ -255,25 +263,41 @@ __device__ void load_q(const AttentionParams& p, const Share& share, SharedMemor
     constexpr int CHUNKS = DIM / VEC;  // of a row
     const Schedule& schedule = share.schedule;
     const int thread = threadIdx.x - 32 * (PRODUCER_WARP + 1);
+    const uint32_t group = schedule.group;
+    int number = 0;  // of the tile
     for (int i = 0; i < share.count; ++i) {
         const Segment segment = share.at(i);
-        const QPlace place(schedule, i);
-        wait_for(smem.q_empty[place.stage], place.phase - 1);
-        const int rows = min(schedule.tile_rows, schedule.rows - segment.first_row);
-        for (int n = thread; n < rows * CHUNKS; n += 32 * Q_WARPS) {
-            const int local = n / CHUNKS, d = n % CHUNKS * VEC, row = segment.first_row + local;
-            const int head = segment.kv_head * schedule.group + row % schedule.group;
-            const Element* q = p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
-                               row / schedule.group * p.q_stride.row + d;
-            const bool valid = d < HEAD_DIM;
-            cp_async_cg(swizzled(smem.q[place.tile + local / BLOCK_M], local % BLOCK_M, d),
-                        valid ? q : p.q, valid);
+        const Element* group_q = p.q + segment.batch * p.q_stride.batch +
+                                 segment.kv_head * schedule.group * p.q_stride.head;
+        // Two tiles arrive together where both places become free at the same time, and at first.
+        const bool is_pair =
+            schedule.consumers == CONSUMERS && (i == 0 || Q_TILES == 2 * CONSUMERS);
+        for (int warpgroup = 0; warpgroup < schedule.consumers; ++warpgroup, ++number) {
+            const QPlace place(number);
+            if (number >= Q_TILES) {
+                const QPlace before(number - Q_TILES);
+                wait_for(smem.q_empty[before.barrier], before.phase);
+            }
+            const int first_row = segment.first_row + BLOCK_M * warpgroup;
+            const int rows = min(BLOCK_M, schedule.rows - first_row);
+            for (int n = thread; n < rows * CHUNKS; n += 32 * Q_WARPS) {
+                const int local = n / CHUNKS, d = n % CHUNKS * VEC;
+                const uint32_t row = first_row + local, query = row / group;
+                const Element* q =
+                    group_q + (row - query * group) * p.q_stride.head + query * p.q_stride.row + d;
+                const bool valid = d < HEAD_DIM;
+                cp_async_cg(swizzled(smem.q[place.tile], local, d), valid ? q : p.q, valid);
+            }
+            if (is_pair && warpgroup == 0) continue;
+            cp_async_commit_group();
+            cp_async_wait_group<0>();
+            fence_proxy_async();  // by each writer
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) {
+                if (is_pair) mbarrier_arrive(smem.q_full[QPlace(number - 1).barrier]);
+                mbarrier_arrive(smem.q_full[place.barrier]);
+            }
         }
-        cp_async_commit_group();
-        cp_async_wait_group<0>();
-        fence_proxy_async();  // by each writer
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem.q_full[place.stage]);
     }
 }
 
@@ -330,8 +354,8 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
     int number = 0;  // of the next tile among the block's
     for (int i = 0; i < share.count; ++i) {
         const Segment segment = share.at(i);
-        const QPlace place(schedule, i);
-        const Tile<BLOCK_M>& q = smem.q[place.tile + warpgroup];
+        const QPlace place(schedule.consumers * i + warpgroup);
+        const Tile<BLOCK_M>& q = smem.q[place.tile];
         const int first_row = segment.first_row + BLOCK_M * warpgroup + warp_row;
 
         // ---- S = Q K^T  [BLOCK_M, BLOCK_N]
@@ -417,7 +441,7 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
 
         row_max[0] = row_max[1] = -INFINITY;
         row_sum[0] = row_sum[1] = 0.0f;
-        wait_for(smem.q_full[place.stage], place.phase);
+        wait_for(smem.q_full[place.barrier], place.phase);
         __syncwarp();  // a lane still waiting would miss the phases that the release allows
         // ---- for each K/V tile
         if (segment.first < segment.end) {
@@ -438,10 +462,14 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
                 softmax(tile);  // while O += P V runs
                 wgmma_wait_group<0>(o_acc, p_frag);
                 release(smem.v_empty[number % NUM_STAGES]);
+                // Most maxima do not rise. To ask costs more than it saves where O has few columns.
+                const bool rises = rescale[0] < 1.0f || rescale[1] < 1.0f;
+                if (HEAD_DIM <= 128 || __any_sync(0xffffffff, rises)) {
 #pragma unroll
-                for (int n = 0; n < DIM / 8; ++n)
+                    for (int n = 0; n < DIM / 8; ++n)
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
+                        for (int i = 0; i < 4; ++i) o_acc[n][i] *= rescale[i / 2];
+                }
                 convert_p();
             }
             wait_for_turn();
@@ -451,7 +479,7 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             release(smem.v_empty[number % NUM_STAGES]);
             ++number;
         }
-        release(smem.q_empty[place.stage]);
+        release(smem.q_empty[place.barrier]);
 
         // ---- write O and lse, or a part of them
         Part& part = parts[blockIdx.x].part[segment.kind][warpgroup];
@@ -513,9 +541,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     if (threadIdx.x == 32 * PRODUCER_WARP) {
 #pragma unroll
-        for (int stage = 0; stage < Q_TILES; ++stage) {
-            mbarrier_init(smem.q_full[stage], Q_WARPS);
-            mbarrier_init(smem.q_empty[stage], 4 * schedule.consumers);
+        for (int n = 0; n < Q_BARRIERS; ++n) {
+            mbarrier_init(smem.q_full[n], Q_WARPS);
+            mbarrier_init(smem.q_empty[n], 4);
         }
 #pragma unroll
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
@@ -525,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             mbarrier_init(smem.v_empty[stage], 4 * schedule.consumers);
         }
         fence_mbarrier_init();
-        if (blockIdx.x == 0) static_cast<Parts*>(p.workspace[0])->grid = gridDim.x;
+        if (blockIdx.x == 0) static_cast<Parts*>(p.workspace[0])->shares = schedule;
     }
     __syncthreads();  // the mbarriers are initialized
 
@@ -541,31 +569,40 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (warp < 4 * schedule.consumers) compute(p, share, smem);
 }
 
-// ---- O = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread has four
-// columns of a row, and of its parts every `lanes`-th: so many lanes of a warp have the same columns.
+// ---- O = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread has some columns
+// of a row, from d on, and of its parts, PARTS at a time, every `lanes`-th: so many lanes of a warp have the
+// same columns.
+template <int PARTS>
 __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32_t head_of_keys,
-                      int row, int d, int lanes, bool is_there) {
-    const uint32_t work = head_of_keys * schedule.row_tiles + row / schedule.tile_rows;
+                      uint32_t row, int d, int lanes, bool is_there) {
+    constexpr int COLUMNS = MERGED_AT_ONCE / PARTS;
+    // A work tile has the rows of CONSUMERS warpgroups, or there is only one, with those of one.
+    const uint32_t row_block = row / BLOCK_M;
+    const uint32_t work = head_of_keys * schedule.row_tiles + row_block / CONSUMERS;
     const uint32_t first_block = schedule.first_block(work);
     const uint32_t last_block = schedule.last_block(work);
     const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
-    const int local = row % BLOCK_M, warpgroup = row % schedule.tile_rows / BLOCK_M;
-    const int lane = threadIdx.x % lanes;
+    const int local = row % BLOCK_M, warpgroup = row_block % CONSUMERS;
+    const int lane = threadIdx.x & (lanes - 1);
     is_there &= first_block < last_block;  // one block alone has written O and lse
-    float row_max = -INFINITY, row_sum = 0.0f, o[4] = {};
+    float row_max = -INFINITY, row_sum = 0.0f, o[COLUMNS] = {};
     for (uint32_t block = first_block + lane; is_there && block <= last_block;
-         block += MERGED_AT_ONCE * lanes) {
+         block += PARTS * lanes) {
         // All loads first: they take as long as one.
-        float part_max[MERGED_AT_ONCE], part_sum[MERGED_AT_ONCE];
-        float4 part_o[MERGED_AT_ONCE];
+        float part_max[PARTS], part_sum[PARTS];
+        float4 part_o[PARTS][COLUMNS / 4];
 #pragma unroll
-        for (int n = 0; n < MERGED_AT_ONCE; ++n) {
+        for (int n = 0; n < PARTS; ++n) {
             const uint32_t of = block + n * lanes;
-            part_max[n] = -INFINITY, part_sum[n] = 0.0f, part_o[n] = make_float4(0, 0, 0, 0);
+            part_max[n] = -INFINITY, part_sum[n] = 0.0f;
+#pragma unroll
+            for (float4& x : part_o[n]) x = make_float4(0, 0, 0, 0);
             if (of > last_block) continue;
             const Part& part = parts[of].part[of < last_block ? GOES_ON : ENDS][warpgroup];
             part_max[n] = part.row_max[local], part_sum[n] = part.row_sum[local];
-            part_o[n] = load_float4(&part.o[local][d]);
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 4; ++i)
+                part_o[n][i] = load_float4(&part.o[local][d + 4 * i]);
         }
         float new_max = row_max;
 #pragma unroll
@@ -576,11 +613,15 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32
 #pragma unroll
         for (float& x : o) x *= rescale;
 #pragma unroll
-        for (int n = 0; n < MERGED_AT_ONCE; ++n) {
+        for (int n = 0; n < PARTS; ++n) {
             const float factor = ex2_approx_ftz(part_max[n] - shift);
             row_sum += factor * part_sum[n];
-            o[0] += factor * part_o[n].x, o[1] += factor * part_o[n].y;
-            o[2] += factor * part_o[n].z, o[3] += factor * part_o[n].w;
+#pragma unroll
+            for (int i = 0; i < COLUMNS; i += 4) {
+                const float4& x = part_o[n][i / 4];
+                o[i] += factor * x.x, o[i + 1] += factor * x.y;
+                o[i + 2] += factor * x.z, o[i + 3] += factor * x.w;
+            }
         }
         row_max = new_max;
     }
@@ -599,37 +640,53 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32
     }
     if (!is_there || lane > 0) return;
     const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-    const int query = row / schedule.group, batch = head_of_keys / p.kv_heads;
-    const int head = head_of_keys % p.kv_heads * schedule.group + row % schedule.group;
-    Element* out = p.o + batch * p.o_stride.batch + head * p.o_stride.head + query * p.o_stride.row;
-    store_float4(out + d,
-                 make_float4(o[0] * inverse, o[1] * inverse, o[2] * inverse, o[3] * inverse));
+    const uint32_t query = row / schedule.group, batch = head_of_keys / p.kv_heads;
+    const uint32_t kv_head = head_of_keys - batch * p.kv_heads;
+    const uint32_t head = kv_head * schedule.group + row - query * schedule.group;
+    Element* out =
+        p.o + batch * p.o_stride.batch + head * p.o_stride.head + query * p.o_stride.row + d;
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i += 4) {
+        const uint32_t low = cvt_rn_x2<Element>(o[i] * inverse, o[i + 1] * inverse);
+        const uint32_t high = cvt_rn_x2<Element>(o[i + 2] * inverse, o[i + 3] * inverse);
+        *reinterpret_cast<uint64_t*>(out + i) = uint64_t(high) << 32 | low;
+    }
     if (d == 0)
         p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + query] =
             row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
 }
 
+// All rows that have parts, of each so many parts at a time.
+template <int PARTS>
+__device__ void merge_rows(const AttentionParams& p, const Schedule& schedule, uint32_t parts) {
+    constexpr int CHUNKS = HEAD_DIM * PARTS / MERGED_AT_ONCE;  // of a row of O
+    // No return where there are no parts: what it does not need would be loaded after it, by a second journey.
+    const uint32_t num_rows =
+        schedule.is_whole ? 0 : uint32_t(p.batch) * p.kv_heads * schedule.rows;
+    const uint32_t chunks = num_rows * CHUNKS, threads = gridDim.x * MERGE_THREADS;
+    // So many lanes that each loads all of its parts at once, unless there are not so many threads.
+    int log_lanes = 0;
+    while (log_lanes < 5 && (PARTS << log_lanes) < parts && chunks << (log_lanes + 1) <= threads)
+        ++log_lanes;
+    // Few rows are on all SMs.
+    for (uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+         32 * warp < (chunks << log_lanes); warp += threads / 32) {
+        const uint32_t chunk = (32 * warp + threadIdx.x % 32) >> log_lanes;
+        const uint32_t row = min(chunk / CHUNKS, num_rows - 1), head_of_keys = row / schedule.rows;
+        merge<PARTS>(p, schedule, head_of_keys, row - head_of_keys * schedule.rows,
+                     chunk % CHUNKS * (HEAD_DIM / CHUNKS), 1 << log_lanes, chunk < chunks);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS, MERGE_BLOCKS)
     attention_merge(const __grid_constant__ AttentionParams p) {
     griddepcontrol_wait();  // the parts are there
-    const Schedule schedule(p, static_cast<const Parts*>(p.workspace[0])->grid);
-    if (schedule.is_whole) return;  // there are no parts
-    const uint32_t num_rows = schedule.works / schedule.row_tiles * schedule.rows;
-    const uint32_t chunks = num_rows * MERGE_CHUNKS, threads = gridDim.x * MERGE_THREADS;
-    // So many lanes that each loads all of its parts at once, unless there are not so many threads.
+    const Schedule schedule(p, static_cast<const Parts*>(p.workspace[0])->shares);
     const uint32_t parts = schedule.parts > 0
                                ? schedule.parts
                                : min(schedule.tiles, schedule.blocks / schedule.works + 2);
-    uint32_t lanes = 1;
-    while (lanes < 32 && MERGED_AT_ONCE * lanes < parts && 2 * lanes * chunks <= threads)
-        lanes *= 2;
-    // Few rows are on all SMs.
-    for (uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x; 32 * warp < chunks * lanes;
-         warp += threads / 32) {
-        const uint32_t chunk = (32 * warp + threadIdx.x % 32) / lanes;
-        const uint32_t row = min(chunk / MERGE_CHUNKS, num_rows - 1),
-                       head_of_keys = row / schedule.rows;
-        merge(p, schedule, head_of_keys, row - head_of_keys * schedule.rows,
-              chunk % MERGE_CHUNKS * 4, lanes, chunk < chunks);
-    }
+    if (parts <= 2)
+        merge_rows<2>(p, schedule, parts);
+    else
+        merge_rows<4>(p, schedule, parts);
 }

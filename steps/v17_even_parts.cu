@@ -63,7 +63,7 @@ struct WorkTile {
 struct alignas(128) Part {
     float o[DIM / 8][4][PRODUCER];
     float shift[2][PRODUCER], row_sum[2][PRODUCER];
-    int grid;  // in the first one: the number of blocks
+    int parts;  // in the first one: how many a work tile has
 };
 constexpr int MAX_BLOCKS = 144;  // no device of this architecture has more SMs
 constexpr int MAX_ROUNDS = 3;    // of parts
@@ -138,62 +138,75 @@ __device__ int busy_consumers(const AttentionParams& p) {
 }
 
 // The parts of all work tiles, in a row. Block b computes the parts b, b + gridDim.x, b + 2 gridDim.x
-// ..., each time one of a round. `grid` is the first kernel's number of blocks.
+// ..., each time one of a round.
 struct Schedule {
     const AttentionParams& p;
+    int parts;       // of a work tile
     int q_blocks;    // of a head
     int tile_rows;   // of a work tile; the box of Q has BLOCK_M
     int group_work;  // work tiles of a key head
     int first_row;   // of a head's first work tile
-    int parts;       // of a work tile
-    int num_parts;   // of all of them
+    int num_parts;   // of all work tiles
 
-    __device__ Schedule(const AttentionParams& params, int grid)
+    __device__ Schedule(const AttentionParams& params, int parts_each)
         : p(params),
+          parts(parts_each),
           q_blocks((p.seq_q + BLOCK_M - 1) / BLOCK_M),
           tile_rows(64 * busy_consumers(p)),
           group_work(p.heads / p.kv_heads * q_blocks),
           // A head's block that is not full is the first, which sees the fewest keys. O leaves in
           // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its rows.
           first_row(-((q_blocks * tile_rows - p.seq_q) / 16 * 16)),
-          parts(1) {
-        // In one more round there may be room for more parts of each. Which number takes least?
-        const uint32_t work = group_work * p.kv_heads * p.batch, blocks = min(grid, MAX_BLOCKS);
-        const uint32_t tiles = visible_tiles(p, p.seq_q - 1), all_rounds = (work - 1) / blocks + 1;
-        uint32_t least = all_rounds * (tiles + PART_TILES);
-#pragma unroll 1
-        for (uint32_t rounds = all_rounds; rounds <= MAX_ROUNDS; ++rounds) {
-            const uint32_t count = min(rounds * blocks / work, tiles);
-            const uint32_t part_tiles = (tiles - 1) / count + 1;
-            const uint32_t time = rounds * (part_tiles + PART_TILES) + MERGE_TILES;
-            if (count > 1 && time < least) least = time, parts = count;
-        }
-        num_parts = work * parts;
-    }
+          num_parts(group_work * p.kv_heads * p.batch * parts) {}
 
     // Of a key head, first the first part of all its work tiles: these are at the same keys.
-    __device__ WorkTile at(int i) const {
-        const int work = i % group_work, part = i / group_work % parts;
-        const int head_of_keys = i / (group_work * parts), kv_head = head_of_keys % p.kv_heads;
-        const int head = kv_head * (p.heads / p.kv_heads) + work / q_blocks;
-        const int q_start = first_row + work % q_blocks * tile_rows;
-        // A part that is left without tiles has one that no row sees.
-        const int tiles = visible_tiles(p, q_start + tile_rows - 1);
-        const int part_tiles = (tiles + parts - 1) / parts, first = part * part_tiles;
-        return {q_start,
-                head,
-                head_of_keys / p.kv_heads,
-                first,
-                max(first + 1, min(first + part_tiles, tiles)),
-                i,
-                i + int(gridDim.x) >= num_parts};
+    __device__ WorkTile at(uint32_t i) const {
+        const uint32_t head_of_keys = i / (group_work * parts);
+        const uint32_t rest = i - head_of_keys * group_work * parts, part = rest / group_work;
+        return part_of(head_of_keys, rest - part * group_work, part);
     }
 
     // Of a work tile, by its number; the next part is group_work later.
-    __device__ WorkTile first_part(int work) const {
-        return at(work / group_work * (group_work * parts) + work % group_work);
+    __device__ WorkTile first_part(uint32_t work) const {
+        const uint32_t head_of_keys = work / group_work;
+        return part_of(head_of_keys, work - head_of_keys * group_work, 0);
+    }
+
+    // Of a head of keys, by the number of its work tile and of that one's part.
+    __device__ WorkTile part_of(uint32_t head_of_keys, uint32_t work, int part) const {
+        const uint32_t batch = head_of_keys / p.kv_heads, head_in_group = work / q_blocks;
+        const int kv_head = head_of_keys - batch * p.kv_heads;
+        const int q_start = first_row + int(work - head_in_group * q_blocks) * tile_rows;
+        // A part that is left without tiles has one that no row sees.
+        const int tiles = visible_tiles(p, q_start + tile_rows - 1);
+        const int part_tiles = (tiles + parts - 1) / parts, first = part * part_tiles;
+        const int number = (head_of_keys * parts + part) * group_work + work;
+        return {q_start,
+                kv_head * (p.heads / p.kv_heads) + int(head_in_group),
+                int(batch),
+                first,
+                max(first + 1, min(first + part_tiles, tiles)),
+                number,
+                number + int(gridDim.x) >= num_parts};
     }
 };
+
+// How many parts each work tile has. In one more round there may be room for more of them. Which number
+// takes least? The first kernel, of `grid` blocks, leaves it for the second: that is a dozen divisions,
+// one after the other.
+__device__ int parts_of_each(const AttentionParams& p, int grid) {
+    const uint32_t work = Schedule(p, 1).num_parts, blocks = min(grid, MAX_BLOCKS);
+    const uint32_t tiles = visible_tiles(p, p.seq_q - 1), all_rounds = (work - 1) / blocks + 1;
+    uint32_t parts = 1, least = all_rounds * (tiles + PART_TILES);
+#pragma unroll 1
+    for (uint32_t rounds = all_rounds; rounds <= MAX_ROUNDS; ++rounds) {
+        const uint32_t count = min(rounds * blocks / work, tiles);
+        const uint32_t part_tiles = (tiles - 1) / count + 1;
+        const uint32_t time = rounds * (part_tiles + PART_TILES) + MERGE_TILES;
+        if (count > 1 && time < least) least = time, parts = count;
+    }
+    return parts;
+}
 
 // (m + log2 l) ln 2, of both without the headroom: the logarithm is most exact near 1. -inf where no key
 // is visible.
@@ -249,8 +262,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
     const int lane = threadIdx.x % 32, consumers = busy_consumers(p);
     griddepcontrol_launch_dependents();  // attention_merge may take the SMs that become free
-    const Schedule schedule(p, gridDim.x);
-    if (blockIdx.x == 0 && threadIdx.x == 0) static_cast<Part*>(p.workspace[0])->grid = gridDim.x;
+    const Schedule schedule(p, parts_of_each(p, gridDim.x));
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        static_cast<Part*>(p.workspace[0])->parts = schedule.parts;
     if (int(blockIdx.x) >= schedule.num_parts) return;
     const bool is_part = schedule.parts > 1;
 
@@ -718,16 +732,17 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS, MERGE_BLOCKS)
     attention_merge(const __grid_constant__ AttentionParams p) {
     griddepcontrol_wait();  // the parts are there
     const Part* const all_parts = static_cast<const Part*>(p.workspace[0]);
-    const Schedule schedule(p, all_parts->grid);
+    const Schedule schedule(p, all_parts->parts);
     if (schedule.parts == 1) return;
-    constexpr int CHUNKS = (DIM / 8 + MERGED_PAIRS - 1) / MERGED_PAIRS;
-    const int threads = 2 * schedule.tile_rows, num_work = schedule.num_parts / schedule.parts;
-    for (int i = blockIdx.x * MERGE_THREADS + threadIdx.x; i < num_work * CHUNKS * 2 * threads;
+    constexpr uint32_t CHUNKS = (DIM / 8 + MERGED_PAIRS - 1) / MERGED_PAIRS;
+    const uint32_t threads = 2 * schedule.tile_rows;
+    const uint32_t num_work = uint32_t(p.batch) * p.kv_heads * schedule.group_work;
+    for (uint32_t i = blockIdx.x * MERGE_THREADS + threadIdx.x; i < num_work * CHUNKS * 2 * threads;
          i += gridDim.x * MERGE_THREADS) {
-        const int thread = i % threads, r = i / threads % 2;
-        const int first_n = i / threads / 2 % CHUNKS * MERGED_PAIRS;
-        const WorkTile work = schedule.first_part(i / threads / 2 / CHUNKS);
-        const int row = work.q_start + thread / 32 * 16 + 8 * r + thread % 32 / 4;
+        const uint32_t slice = i / threads, thread = i - slice * threads;
+        const int r = slice % 2, first_n = slice / 2 % CHUNKS * MERGED_PAIRS;
+        const WorkTile work = schedule.first_part(slice / 2 / CHUNKS);
+        const int row = work.q_start + int(thread / 32 * 16 + thread % 32 / 4) + 8 * r;
         if (row < 0 || row >= p.seq_q) continue;
         float shift = -INFINITY, row_sum = 0.0f, o[MERGED_PAIRS][2] = {};
         for (int first = 0; first < schedule.parts; first += MERGED_AT_ONCE) {

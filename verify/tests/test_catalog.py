@@ -28,6 +28,7 @@ from common.step import (
     FEW_WORK_TILES,
     MERGED_ELEMENTS,
     MERGED_ROWS,
+    PART_ELEMENTS,
     TEAM_BLOCKS,
     TEAM_ROWS,
     TEAMS,
@@ -445,20 +446,25 @@ CUT = [
 @pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
 @pytest.mark.parametrize(("batch", "kv_heads", "parts"), CUT)
 def test_rows_are_few(batch, kv_heads, parts, head_dim):
-    """One work tile's, and not too many for one block to merge their parts."""
-    most = min(TILE_ROWS, MERGED_ELEMENTS // (head_dim * parts))
+    """One work tile's, and no parts, or not too many or too large ones for one block to merge."""
+    most = TILE_ROWS
+    if parts > 1:
+        most = min(most, MERGED_ELEMENTS // (head_dim * parts), PART_ELEMENTS // head_dim)
     for rows in range(1, TILE_ROWS + 2):
         few = rows <= most
         assert are_few_rows(batch, kv_heads, kv_heads, rows, head_dim) is few
         assert are_few_rows(batch, rows * kv_heads, kv_heads, 1, head_dim) is few
 
 
-@pytest.mark.parametrize(("batch", "kv_heads", "parts"), CUT)
-def test_what_one_block_merges(monkeypatch, batch, kv_heads, parts):
+@pytest.mark.parametrize("limit", ["MERGED_ELEMENTS", "PART_ELEMENTS"])
+@pytest.mark.parametrize(("batch", "kv_heads", "parts"), [cut for cut in CUT if cut[2] > 1])
+def test_what_one_block_merges(monkeypatch, batch, kv_heads, parts, limit):
     """Rows that are more are still few queries, whose parts another kernel merges."""
     shape = batch, 6 * kv_heads, kv_heads, 5  # 30 rows
-    for elements, few in ((30 * 72 * parts, FEW_ROWS), (30 * 72 * parts - 1, FEW_QUERIES)):
-        monkeypatch.setattr("common.step.MERGED_ELEMENTS", elements)
+    monkeypatch.setattr("common.step.MERGED_ELEMENTS", 1 << 30)
+    elements = 30 * 72 * (parts if limit == "MERGED_ELEMENTS" else 1)
+    for most, few in ((elements, FEW_ROWS), (elements - 1, FEW_QUERIES)):
+        monkeypatch.setattr(f"common.step.{limit}", most)
         assert are_few_rows(*shape, 72) is (few == FEW_ROWS)
         assert few_of.__wrapped__(*shape, 1 << 20, 72, False) == few
 
@@ -526,16 +532,22 @@ def test_keys_are_few(shape, few):
         ((7, 64, 8, 8, 256, 136), False),
         ((7, 64, 8, 8, 257, 136), True),
         ((7, 32, 4, 8, 256, 136), True),
-        # So few rows are v18's, unless no block has more than a tile of keys: 2, 4 or 8 of these.
+        # And 1024 at most.
+        ((7, 64, 8, 8, 1024, 136), True),
+        ((7, 64, 8, 8, 1025, 136), False),
+        ((7, 32, 4, 8, 1025, 136), True),
+        # So few rows are v18's, unless no block has more than a tile of keys, 2 of these, or two
+        # tiles, 4 or 8 of these.
         ((7, 64, 8, 1, 256, 128), True),
         ((7, 64, 8, 1, 257, 128), False),
-        ((2, 64, 14, 1, 512, 128), True),
-        ((2, 64, 14, 1, 513, 128), False),
-        ((1, 14, 14, 1, 1024, 128), True),
-        ((1, 14, 14, 1, 1025, 128), False),
-        ((1, 14, 14, 16, 1025, 128), False),
-        ((1, 14, 14, 17, 1025, 64), True),
-        ((1, 14, 14, 16, 1025, 136), True),
+        ((2, 14, 14, 1, 1024, 128), True),
+        ((2, 14, 14, 1, 1025, 128), False),
+        ((1, 14, 14, 1, 2048, 128), True),
+        ((1, 14, 14, 1, 2049, 128), False),
+        ((1, 14, 14, 8, 2049, 128), False),
+        ((1, 14, 14, 9, 2049, 128), True),
+        ((1, 14, 14, 16, 2049, 64), False),
+        ((1, 14, 14, 17, 2049, 32), True),
         # But not those of which v18 would have too large parts.
         ((1, 8, 1, 1, 1025, 128), True),
         # 8 of 132 multiprocessors, 64 and 112 are at work.
@@ -589,6 +601,13 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
         ((1, 32, 8, 32, 131072, 128, False), FEW_QUERIES),
         ((1, 16, 16, 128, 131072, 128, False), FEW_QUERIES),
         ((1, 16, 16, 129, 131072, 128, False), FEW_WORK_TILES),
+        # With a larger head_dim more than 64 of heads that share nothing, up to 2^22 elements.
+        ((1, 16, 16, 128, 16383, 256, False), FEW_WORK_TILES),
+        ((1, 16, 16, 128, 16384, 256, False), FEW_QUERIES),
+        ((1, 16, 16, 65, 8192, 136, True), FEW_WORK_TILES),
+        ((1, 16, 16, 65, 8192, 128, True), FEW_QUERIES),
+        ((1, 16, 16, 64, 8192, 256, False), FEW_QUERIES),
+        ((1, 32, 16, 64, 8192, 256, False), FEW_QUERIES),
         # More, but together the heads have fewer work tiles: 16, 24 and 32, where 32 are alone.
         ((1, 32, 8, 33, 131072, 128, False), FEW_QUERIES),
         ((1, 32, 8, 96, 131072, 128, True), FEW_QUERIES),
