@@ -54,16 +54,16 @@ LARGE_HEAD_DIM = 256  # a larger head_dim is large; so is one that v does not sh
 MULTIPROCESSORS = 132  # of an H100 or H200
 # What are_few_keys() and are_few_rows() reckon with: the rows of v18's work tile; the keys of one
 # of its tiles, up to a head_dim; how many it computes on its own as quickly as other steps share
-# them out; and how much one block of an H100 merges as quickly as v13's second kernel does, in all
-# and in each part.
+# them out (and two of v19's blocks, above that head_dim); and how much one block of an H100 merges
+# as quickly as v13's second kernel does, in all and in each part.
 TILE_ROWS, TILE_KEYS, TILE_DIM, WHOLE_KEYS = 32, 128, 128, 1024
 MERGED_ELEMENTS, PART_ELEMENTS = 2**15, 2**12
 WARPGROUP_ROWS = 64  # of a warpgroup, in every step
 # And are_of_few_heads(): the rows of v19's work tile, how many blocks may share its keys, and how
 # many of these run at once. Where idle multiprocessors could have taken more than UNSHARED_KEYS
-# keys off each block, v13 was faster. v18 was, with so few rows of so few elements, in teams of two
-# or with more than SMALL_KEYS keys for a block; and v17 or v13, with more than MERGED_ROWS and more
-# than TEAM_KEYS.
+# keys off each block, v13 was faster. v18 was, with so few rows of so few elements, where teams are
+# of two blocks or have more than SMALL_KEYS keys for each; and v17 or v13, with more than
+# MERGED_ROWS and more than TEAM_KEYS.
 TEAM_ROWS, TEAMS, TEAM_BLOCKS, UNSHARED_KEYS = 64, (8, 4, 2), 112, 540
 SMALL_ROWS, SMALL_ELEMENTS, SMALL_KEYS = 16, 2**10, 256
 TEAM_KEYS = 1024
@@ -80,7 +80,8 @@ UNEQUAL_KEYS = 2048  # and few_with()
 # faster than v17 with up to so many, where only two of three warpgroups have queries.
 THREE_WARPGROUPS_DIM, IDLE_KEYS_OF_TILES, TWO_WARPGROUPS_KEYS = 96, 960, 4096
 # Beside v12's shares v17 was faster from so many elements of a head's K on, in so many rounds; and
-# where nothing is read twice, from fewer, in any number, but on an H200 not with many more.
+# where nothing is read twice, from fewer, in any number, but on an H200 not with many more. With so
+# many it was faster than v13, too, above TILE_DIM, where two warpgroups compute.
 SHARED_ELEMENTS, SHARED_ROUNDS, MERGED_SHARED_ELEMENTS = 2**20, 4, range(2**18, 2**22)
 
 
@@ -213,10 +214,10 @@ def are_of_few_heads(
     v18, v13, v17 and v12.
 
     They are, where each can have a team of two blocks or more, or four with a larger head_dim than
-    TILE_DIM, and no block more than TILE_KEYS; or where it has more, unless the multiprocessors
-    without a team would be idle for too long, v18's parts are very small and a team is two blocks
-    or has more than SMALL_KEYS for each, or more than MERGED_ROWS share more than TEAM_KEYS for a
-    block.
+    TILE_DIM, and no block more than TILE_KEYS. Or where it has more (with such a head_dim two
+    blocks have WHOLE_KEYS at most), unless the multiprocessors without a team would be idle for too
+    long, v18's parts are very small and a team is two blocks or has more than SMALL_KEYS for each,
+    or more than MERGED_ROWS share more than TEAM_KEYS for a block.
     """
     work = _work_tiles(batch, heads, kv_heads, seq_q, TEAM_ROWS)
     for team in TEAMS:
@@ -324,7 +325,7 @@ def few_of(
     """What such a call has few of, or None: FEW_ROWS, or keys; FEW_HEADS; FEW_QUERIES, of up to
     MERGED_ROWS that share keys, or more where heads have fewer work tiles together than alone, or
     where v17 would have a warpgroup without any; or else FEW_WORK_TILES, which v17 takes: of more
-    rows, or where v12 would share out full rounds.
+    rows, or of heads that share nothing above TILE_DIM, or where v12 would share out full rounds.
     """
     if are_few_keys(batch, heads, kv_heads, seq_q, seq_k, head_dim):
         return FEW_ROWS
@@ -344,7 +345,6 @@ def few_of(
     are_fewer = 4 * together <= 3 * alone
     elements = seq_k * head_dim  # of a head's K
     if (are_merged or are_fewer) and _are_idle(work, seq_k, IDLE_KEYS, rounds):
-        # With such a head_dim v17 was faster, where heads share nothing and two warpgroups compute.
         is_alone = heads == kv_heads and seq_q > WARPGROUP_ROWS and head_dim > TILE_DIM
         return FEW_WORK_TILES if is_alone and elements in MERGED_SHARED_ELEMENTS else FEW_QUERIES
     if are_faster_together(together, alone, seq_k, are_merged):

@@ -29,8 +29,8 @@ constexpr int NUM_STAGES = 2;                        // tiles of K, and of V, in
 // be idle at times. So where a tile is larger, its copy begins when the one before has arrived.
 constexpr bool IS_PACED = HEAD_DIM > 64;
 constexpr int Q_TILES = HEAD_DIM <= 192 ? 4 : 3;  // of Q, BLOCK_M rows each, in turn
-// Who waits for a barrier must see all its phases. With three tiles a warpgroup has each only every second
-// time. So each has barriers of its own.
+// With three tiles a warpgroup has each of them only every second time. So that it sees all phases of the
+// barriers that it waits for, each warpgroup has its own.
 constexpr int Q_BARRIERS = CONSUMERS * Q_TILES;
 // Two warpgroups multiply in turn, but not where each has fewer keys at a time.
 constexpr bool TAKE_TURNS = BLOCK_N == 128;
@@ -576,7 +576,7 @@ template <int PARTS>
 __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32_t head_of_keys,
                       uint32_t row, int d, int lanes, bool is_there) {
     constexpr int COLUMNS = MERGED_AT_ONCE / PARTS;
-    // A work tile has the rows of CONSUMERS warpgroups, or there is only one, with those of one.
+    // A work tile has the rows of CONSUMERS warpgroups, or it is the only one, and row_block is 0.
     const uint32_t row_block = row / BLOCK_M;
     const uint32_t work = head_of_keys * schedule.row_tiles + row_block / CONSUMERS;
     const uint32_t first_block = schedule.first_block(work);
@@ -660,7 +660,7 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32
 template <int PARTS>
 __device__ void merge_rows(const AttentionParams& p, const Schedule& schedule, uint32_t parts) {
     constexpr int CHUNKS = HEAD_DIM * PARTS / MERGED_AT_ONCE;  // of a row of O
-    // No return where there are no parts: what it does not need would be loaded after it, by a second journey.
+    // No early return where there are no parts: ptxas would load the rest of the shares behind it.
     const uint32_t num_rows =
         schedule.is_whole ? 0 : uint32_t(p.batch) * p.kv_heads * schedule.rows;
     const uint32_t chunks = num_rows * CHUNKS, threads = gridDim.x * MERGE_THREADS;

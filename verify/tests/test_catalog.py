@@ -536,8 +536,8 @@ def test_keys_are_few(shape, few):
         ((7, 64, 8, 8, 1024, 136), True),
         ((7, 64, 8, 8, 1025, 136), False),
         ((7, 32, 4, 8, 1025, 136), True),
-        # So few rows are v18's, unless no block has more than a tile of keys, 2 of these, or two
-        # tiles, 4 or 8 of these.
+        # So few rows are v18's, unless no block has more than a tile of keys, of teams of two, or
+        # two tiles, of larger ones.
         ((7, 64, 8, 1, 256, 128), True),
         ((7, 64, 8, 1, 257, 128), False),
         ((2, 14, 14, 1, 1024, 128), True),
@@ -601,13 +601,15 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
         ((1, 32, 8, 32, 131072, 128, False), FEW_QUERIES),
         ((1, 16, 16, 128, 131072, 128, False), FEW_QUERIES),
         ((1, 16, 16, 129, 131072, 128, False), FEW_WORK_TILES),
-        # With a larger head_dim more than 64 of heads that share nothing, up to 2^22 elements.
+        # With a larger head_dim more than 64 of heads that share nothing, fewer than 2^22 elements.
         ((1, 16, 16, 128, 16383, 256, False), FEW_WORK_TILES),
         ((1, 16, 16, 128, 16384, 256, False), FEW_QUERIES),
         ((1, 16, 16, 65, 8192, 136, True), FEW_WORK_TILES),
         ((1, 16, 16, 65, 8192, 128, True), FEW_QUERIES),
         ((1, 16, 16, 64, 8192, 256, False), FEW_QUERIES),
         ((1, 32, 16, 64, 8192, 256, False), FEW_QUERIES),
+        ((2, 16, 16, 128, 1928, 136, False), FEW_WORK_TILES),
+        ((2, 16, 16, 128, 1927, 136, False), FEW_QUERIES),
         # More, but together the heads have fewer work tiles: 16, 24 and 32, where 32 are alone.
         ((1, 32, 8, 33, 131072, 128, False), FEW_QUERIES),
         ((1, 32, 8, 96, 131072, 128, True), FEW_QUERIES),
@@ -650,6 +652,8 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
         # 128 rows at most in full rounds of work tiles that share no keys.
         ((64, 16, 16, 128, 2048, 128, False), FEW_WORK_TILES),
         ((64, 16, 16, 128, 2047, 128, False), None),
+        ((64, 16, 16, 128, 32767, 128, False), FEW_WORK_TILES),
+        ((64, 16, 16, 128, 32768, 128, False), None),
         ((64, 16, 16, 128, 2048, 128, True), None),
         ((64, 16, 16, 128, 131072, 96, False), None),
         ((8, 16, 16, 128, 131072, 128, False), None),  # one

@@ -112,7 +112,7 @@ NUM_PARTS = [
 # struct WorkTile of each of its own parts.
 WIDTH = 5 + 7 * 8
 SCHEDULE = f"""
-    const Schedule schedule(shape, gridDim.x);
+    const Schedule schedule(shape, parts_of_each(shape, gridDim.x));
     float* const to = p.lse + {WIDTH} * block;
     to[1] = schedule.parts, to[2] = schedule.group_work, to[3] = schedule.num_parts;
     to[4] = schedule.first_part(block).part;
