@@ -79,10 +79,11 @@ UNEQUAL_KEYS = 2048  # and few_with()
 # faster than v12 from 2048 keys on, with 32 and with 64 work tiles, and with 1024 slower; and v13
 # faster than v17 with up to so many, where only two of three warpgroups have queries.
 THREE_WARPGROUPS_DIM, IDLE_KEYS_OF_TILES, TWO_WARPGROUPS_KEYS = 96, 960, 4096
-# Beside v12's shares v17 was faster from so many elements of a head's K on, in so many rounds; and
-# where nothing is read twice, from fewer, in any number, but on an H200 not with many more. With so
-# many it was faster than v13, too, above TILE_DIM, where two warpgroups compute.
-SHARED_ELEMENTS, SHARED_ROUNDS, MERGED_SHARED_ELEMENTS = 2**20, 4, range(2**18, 2**22)
+# Beside v12's shares v17 was faster from so many elements of a head's K on, in so many rounds.
+SHARED_ELEMENTS, SHARED_ROUNDS = 2**20, 4
+# Where nothing is read twice it was with so many, in any number of rounds, but on an H200 not with
+# more; and faster than v13, too, above TILE_DIM, where two warpgroups compute.
+EVEN_PARTS_ELEMENTS = range(2**18, 2**22)
 
 
 @dataclass(frozen=True)
@@ -346,13 +347,13 @@ def few_of(
     elements = seq_k * head_dim  # of a head's K
     if (are_merged or are_fewer) and _are_idle(work, seq_k, IDLE_KEYS, rounds):
         is_alone = heads == kv_heads and seq_q > WARPGROUP_ROWS and head_dim > TILE_DIM
-        return FEW_WORK_TILES if is_alone and elements in MERGED_SHARED_ELEMENTS else FEW_QUERIES
+        return FEW_WORK_TILES if is_alone and elements in EVEN_PARTS_ELEMENTS else FEW_QUERIES
     if are_faster_together(together, alone, seq_k, are_merged):
         return FEW_QUERIES
     if are_merged:
         # Few only where v12, which shares out their keys, reads these more slowly than v17.
         is_shared = is_wide and not causal and _full_rounds(work) > 1
-        return FEW_WORK_TILES if is_shared and elements in MERGED_SHARED_ELEMENTS else None
+        return FEW_WORK_TILES if is_shared and elements in EVEN_PARTS_ELEMENTS else None
     two_compute = is_wide or seq_q <= BLOCK_QUERIES  # of three warpgroups, or of two
     if _are_idle(work, seq_k, IDLE_KEYS_OF_TILES, rounds):
         is_half_idle = two_compute and not is_wide and seq_k <= TWO_WARPGROUPS_KEYS

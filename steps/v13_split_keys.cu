@@ -29,9 +29,6 @@ constexpr int NUM_STAGES = 2;                        // tiles of K, and of V, in
 // be idle at times. So where a tile is larger, its copy begins when the one before has arrived.
 constexpr bool IS_PACED = HEAD_DIM > 64;
 constexpr int Q_TILES = HEAD_DIM <= 192 ? 4 : 3;  // of Q, BLOCK_M rows each, in turn
-// With three tiles a warpgroup has each of them only every second time. So that it sees all phases of the
-// barriers that it waits for, each warpgroup has its own.
-constexpr int Q_BARRIERS = CONSUMERS * Q_TILES;
 // Two warpgroups multiply in turn, but not where each has fewer keys at a time.
 constexpr bool TAKE_TURNS = BLOCK_N == 128;
 constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the other's follows
@@ -77,8 +74,8 @@ constexpr int MERGED_AT_ONCE = 16;
 struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
     Tile<BLOCK_M> q[Q_TILES];
     Tile<BLOCK_N> k[NUM_STAGES], v[NUM_STAGES];
-    Mbarrier q_full[Q_BARRIERS],
-        q_empty[Q_BARRIERS];  // the tile has arrived; every warp has read it
+    Mbarrier q_full[Q_TILES],
+        q_empty[Q_TILES];  // the tile has arrived; every warp has read it
     Mbarrier k_full[NUM_STAGES], k_empty[NUM_STAGES];
     Mbarrier v_full[NUM_STAGES], v_empty[NUM_STAGES];
 };
@@ -250,11 +247,12 @@ __device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
 }
 
 // Where the number-th of a block's tiles of Q is: each warpgroup that computes has one of a work tile.
+// With three tiles a place is the other warpgroup's in between. That phase ends unseen, but before this
+// warpgroup has its tile before: they arrive in order.
 struct QPlace {
-    int tile, barrier, phase;
+    int tile, phase;
 
-    __device__ explicit QPlace(int number)
-        : tile(number % Q_TILES), barrier(number % Q_BARRIERS), phase(number / Q_BARRIERS) {}
+    __device__ explicit QPlace(int number) : tile(number % Q_TILES), phase(number / Q_TILES) {}
 };
 
 // ---- copy Q, whose rows are of several heads: no box of a tensor map. By Q_WARPS warps. What stays
@@ -274,10 +272,7 @@ __device__ void load_q(const AttentionParams& p, const Share& share, SharedMemor
             schedule.consumers == CONSUMERS && (i == 0 || Q_TILES == 2 * CONSUMERS);
         for (int warpgroup = 0; warpgroup < schedule.consumers; ++warpgroup, ++number) {
             const QPlace place(number);
-            if (number >= Q_TILES) {
-                const QPlace before(number - Q_TILES);
-                wait_for(smem.q_empty[before.barrier], before.phase);
-            }
+            wait_for(smem.q_empty[place.tile], place.phase - 1);
             const int first_row = segment.first_row + BLOCK_M * warpgroup;
             const int rows = min(BLOCK_M, schedule.rows - first_row);
             for (int n = thread; n < rows * CHUNKS; n += 32 * Q_WARPS) {
@@ -294,8 +289,8 @@ __device__ void load_q(const AttentionParams& p, const Share& share, SharedMemor
             fence_proxy_async();  // by each writer
             __syncwarp();
             if (threadIdx.x % 32 == 0) {
-                if (is_pair) mbarrier_arrive(smem.q_full[QPlace(number - 1).barrier]);
-                mbarrier_arrive(smem.q_full[place.barrier]);
+                if (is_pair) mbarrier_arrive(smem.q_full[QPlace(number - 1).tile]);
+                mbarrier_arrive(smem.q_full[place.tile]);
             }
         }
     }
@@ -441,7 +436,7 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
 
         row_max[0] = row_max[1] = -INFINITY;
         row_sum[0] = row_sum[1] = 0.0f;
-        wait_for(smem.q_full[place.barrier], place.phase);
+        wait_for(smem.q_full[place.tile], place.phase);
         __syncwarp();  // a lane still waiting would miss the phases that the release allows
         // ---- for each K/V tile
         if (segment.first < segment.end) {
@@ -479,7 +474,7 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             release(smem.v_empty[number % NUM_STAGES]);
             ++number;
         }
-        release(smem.q_empty[place.barrier]);
+        release(smem.q_empty[place.tile]);
 
         // ---- write O and lse, or a part of them
         Part& part = parts[blockIdx.x].part[segment.kind][warpgroup];
@@ -541,7 +536,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 
     if (threadIdx.x == 32 * PRODUCER_WARP) {
 #pragma unroll
-        for (int n = 0; n < Q_BARRIERS; ++n) {
+        for (int n = 0; n < Q_TILES; ++n) {
             mbarrier_init(smem.q_full[n], Q_WARPS);
             mbarrier_init(smem.q_empty[n], 4);
         }

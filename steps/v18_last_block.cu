@@ -2,7 +2,7 @@
 // taken: only for few rows; more, if they are to be merged, take one block longer than v13's kernel
 // change: there is no second kernel. The block that has the last keys of a work tile waits for the
 //     other blocks' parts of it, and merges them. A work tile has 32 rows, 8 of each warp, which leaves
-//     half of a product alone
+//     half of a product alone. Up to head_dim 64 a block has two rings, if there is enough for both
 // why: of the 12 to 60 us that v13 takes for a query of each head on 1024 keys, its second kernel is
 //     4.5 where keys are split, and 2.3 where nothing is to be merged. Predicted: half of the one, and
 //     none of the other
@@ -15,19 +15,20 @@
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
 
-constexpr int NUM_THREADS = 256;  // a warpgroup computes; another one copies
-constexpr int PRODUCER_WARP = 4;  // starts the copies of K and V; the next ones copy Q
-constexpr int Q_WARPS = 3;
+// A ring has its own tiles, a warpgroup that computes and a warp that starts the copies of K and V. With few
+// columns there is room for two: while one is between two work tiles, the other one's keys arrive.
+constexpr int MAX_RINGS = HEAD_DIM <= 64 ? 2 : 1;
+constexpr int PRODUCER_WARP = 4 * MAX_RINGS;                         // of the first ring
+constexpr int NUM_THREADS = MAX_RINGS == 1 ? 256 : 160 * MAX_RINGS;  // all of them merge
 constexpr int BLOCK_M = 64;                          // rows of a product, 16 of each warp
 constexpr int WARP_ROWS = 8;                         // of those, the ones that are used
 constexpr int TILE_ROWS = 4 * WARP_ROWS;             // rows of a work tile
 constexpr int BLOCK_N = HEAD_DIM <= 128 ? 128 : 64;  // keys of a tile
 constexpr int NUM_STAGES = 2;                        // tiles of K, and of V, in shared memory
-// As in v13: the more is under way to all SMs at a time, the slower DRAM gets.
+// As in v13: the more is under way to all SMs at a time, the slower DRAM gets. Two rings wait, too.
 constexpr bool IS_PACED = HEAD_DIM > 64;
-constexpr int Q_STAGES = 2;      // work tiles whose Q is there
-constexpr int PART_BARRIER = 1;  // of the warpgroup that computes
-constexpr int PANEL = 64;        // columns of a panel: 128 bytes a row, the swizzle's width
+constexpr int Q_STAGES = 2;  // work tiles whose Q is there
+constexpr int PANEL = 64;    // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 
@@ -39,25 +40,48 @@ using Tile = Element[PANELS][ROWS][PANEL];
 struct alignas(128) Part {
     float o[TILE_ROWS][HEAD_DIM];
     float row_max[TILE_ROWS], row_sum[TILE_ROWS];
-    Signal ready;  // for who merges it, if that is another block
+    Signal ready;  // for who merges it, if that is another share's block
 };
-// A block leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
-// which goes on in the next block.
+// A share leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
+// which goes on in the next share.
 enum PartKind { ENDS, GOES_ON };
 struct Parts {
     Part part[2];
 };
-// From so many tiles of keys for each block on, it is worth merging equal shares for all blocks.
-constexpr int LONG_SHARE = 512;
+// From so many tiles of keys in a share on, shares that are all equal are worth merging.
+constexpr int LONG_SHARE = 400;
+// And from so many on, shares for two rings are.
+constexpr int RING_SHARE = 32;
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
 constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
 constexpr int MERGED_AT_ONCE = 8;           // and of so many parts at a time
 
-struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
+struct alignas(1024) Ring {  // the swizzle's pattern: 8 rows of 128 bytes
     Tile<BLOCK_M> q[Q_STAGES];
     Tile<BLOCK_N> k[NUM_STAGES], v[NUM_STAGES];
-    Mbarrier q_full[Q_STAGES], k_full[NUM_STAGES], v_full[NUM_STAGES];     // the tile has arrived
-    Mbarrier q_empty[Q_STAGES], k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it
+    Mbarrier k_full[NUM_STAGES], v_full[NUM_STAGES];    // the tile has arrived
+    Mbarrier k_empty[NUM_STAGES], v_empty[NUM_STAGES];  // every warp has read it
+};
+
+// What a ring computes of a work tile: of up to TILE_ROWS rows, which share a key head, the tiles of
+// keys first ... end - 1.
+struct Segment {
+    int first_row, kv_head, batch;
+    int first, end;
+    PartKind kind;
+    bool is_whole;  // all tiles of the work tile
+};
+
+// The first work tile of a ring's share, if it has the last keys of it, but not the first ones.
+struct Merge {
+    Segment segment;
+    uint32_t first_share, last_share;  // whose parts it is merged from
+    bool is_needed;
+};
+
+struct SharedMemory {
+    Ring rings[MAX_RINGS];
+    Merge merges[MAX_RINGS];  // for each ring
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024);
 
@@ -69,23 +93,14 @@ __constant__ LaunchDescriptor launch_descriptor = {
                  .threads = NUM_THREADS,
                  .smem_bytes = sizeof(SharedMemory),
                  .blocks_per_sm = 1}},
-    // One for each block; by an axis, as blocks without a second tile leave parts, too.
-    .workspace = {{.element_bytes = sizeof(Parts), .shape = {{BATCH, MAX_BLOCKS}}}},
+    // One for each share; by an axis, as those without a second tile leave parts, too.
+    .workspace = {{.element_bytes = sizeof(Parts), .shape = {{BATCH, MAX_RINGS * MAX_BLOCKS}}}},
     .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
     .v_box = {BLOCK_N, PANEL, SWIZZLE_128B},
 };
 // Half a row is a panel's: the other half is fetched with it, where the two are 256 bytes.
 __constant__ int32_t l2_fetch_bytes = HEAD_DIM % (2 * PANEL) == 0 ? 256 : 128;
 }
-
-// What a block computes of a work tile: of up to TILE_ROWS rows, which share a key head, the tiles of
-// keys first ... end - 1.
-struct Segment {
-    int first_row, kv_head, batch;
-    int first, end;
-    PartKind kind;
-    bool is_whole;  // all tiles of the work tile
-};
 
 // The shares. Row n of a key head is query n / group of head n % group of its group. What is counted
 // here is less than 2^32: a division of 64 bits takes ten times as long, and a short call waits for
@@ -96,10 +111,11 @@ struct Schedule {
     int row_tiles;           // of a key head
     uint32_t tiles;          // of keys, of each work tile
     uint32_t works;          // work tiles
-    uint32_t blocks;         // that have a share
+    uint32_t rings;          // of a block that have a share
+    uint32_t shares;         // of all blocks
     bool is_whole;           // a share is of whole work tiles
     uint32_t parts;          // or one of so many equal ones of a work tile, if that is not 0
-    uint32_t share, longer;  // or else of so many tiles of keys; of the first blocks one more
+    uint32_t share, longer;  // or else of so many tiles of keys; of the first shares one more
 
     __device__ Schedule(const AttentionParams& params, int grid)
         : p(params),
@@ -108,33 +124,38 @@ struct Schedule {
           row_tiles((rows - 1) / TILE_ROWS + 1),
           tiles((p.seq_k + BLOCK_N - 1) / BLOCK_N),
           works(uint32_t(p.batch) * p.kv_heads * row_tiles),
-          blocks(min(grid, MAX_BLOCKS)) {
+          rings(1),
+          shares(min(grid, MAX_BLOCKS)) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
-        // of each, where that keeps nine tenths of the blocks busy, or all, if shares are long.
-        const uint32_t idle = ((works - 1) / blocks + 1) * blocks - works;
-        const bool is_even = works >= blocks && works >= 9 * idle;
-        is_whole = is_even || uint64_t(works) * tiles > UINT32_MAX;
+        // of each, where that keeps nine tenths of the rings busy, or all, if shares are long.
+        const auto is_even = [&](uint32_t shares) {
+            return works >= shares && works >= 9 * (((works - 1) / shares + 1) * shares - works);
+        };
+        const uint64_t all_tiles = uint64_t(works) * tiles;
+        if (is_even(MAX_RINGS * shares) || all_tiles >= RING_SHARE * MAX_RINGS * shares)
+            rings = MAX_RINGS, shares *= MAX_RINGS;
+        const bool is_long = all_tiles >= LONG_SHARE * shares;
+        is_whole = (is_even(shares) && !is_long) || all_tiles > UINT32_MAX;
         if (is_whole) return;
-        parts = blocks / works;
+        parts = shares / works;
         const uint32_t busy = works * parts;
-        const bool is_long = works * tiles >= LONG_SHARE * blocks;
-        if (10 * busy < 9 * blocks || (busy < blocks && is_long)) parts = 0;
+        if (10 * busy < 9 * shares || (busy < shares && is_long)) parts = 0;
         if (parts > 0) {
             parts = min(parts, tiles);
             is_whole = parts == 1;
-            blocks = works * parts;
+            shares = works * parts;
             return;
         }
-        share = works * tiles / blocks;
-        longer = works * tiles - share * blocks;
+        share = works * tiles / shares;
+        longer = works * tiles - share * shares;
     }
 
-    // Where a block's share begins, and that of the block before ends.
-    __device__ uint32_t cut(uint32_t block) const {
-        return parts > 0 ? block * tiles / parts : share * block + min(block, longer);
+    // Where a share begins, and that before ends.
+    __device__ uint32_t cut(uint32_t index) const {
+        return parts > 0 ? index * tiles / parts : share * index + min(index, longer);
     }
-    // Who has the first tile of a work tile.
-    __device__ uint32_t first_block(uint32_t work) const {
+    // Which has the first tile of a work tile.
+    __device__ uint32_t first_share(uint32_t work) const {
         if (parts > 0) return work * parts;
         const uint32_t tile = work * tiles, first = cut(longer);
         return tile < first ? tile / (share + 1) : longer + (tile - first) / share;
@@ -146,19 +167,22 @@ struct Schedule {
     }
 };
 
-// A block's share, segment by segment.
+// A ring's share, segment by segment.
 struct Share {
     const Schedule& schedule;
+    uint32_t index;
     uint32_t begin = 0, end = 0;          // of the tiles
     uint32_t first_work = 0, stride = 1;  // of its work tiles
     uint32_t count = 0;
 
-    __device__ Share(const Schedule& s, uint32_t block) : schedule(s) {
+    __device__ Share(const Schedule& s, uint32_t ring)
+        : schedule(s), index(blockIdx.x * s.rings + ring) {
+        if (ring >= s.rings) return;  // it has none
         if (s.is_whole) {
-            first_work = block, stride = s.blocks;
-            if (block < min(s.blocks, s.works)) count = (s.works - 1 - block) / stride + 1;
-        } else if (block < s.blocks) {
-            begin = s.cut(block), end = s.cut(block + 1);
+            first_work = index, stride = s.shares;
+            if (index < min(s.shares, s.works)) count = (s.works - 1 - index) / stride + 1;
+        } else if (index < s.shares) {
+            begin = s.cut(index), end = s.cut(index + 1);
             first_work = begin / s.tiles;
             count = (end - 1) / s.tiles - first_work + 1;
         }
@@ -231,36 +255,28 @@ __device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
 // The row of a product that is a work tile's row.
 __device__ int row_of_product(int row) { return row / WARP_ROWS * 16 + row % WARP_ROWS; }
 
-// ---- copy Q, whose rows are of several heads: no box of a tensor map. By Q_WARPS warps. What stays
-// in rows that are not used is multiplied, and nobody reads the products
-__device__ void load_q(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+// ---- start to copy Q, whose rows are of several heads: no box of a tensor map. By the warpgroup that
+// computes. What stays in rows that are not used is multiplied, and nobody reads the products
+__device__ void load_q(const AttentionParams& p, const Share& share, uint32_t i, Ring& ring) {
     constexpr int CHUNKS = DIM / VEC;  // of a row
     const Schedule& schedule = share.schedule;
-    const int thread = threadIdx.x - 32 * (PRODUCER_WARP + 1);
-    for (uint32_t i = 0; i < share.count; ++i) {
-        const Segment segment = share.at(i);
-        const int stage = i % Q_STAGES, phase = i / Q_STAGES;
-        wait_for(smem.q_empty[stage], phase - 1);
-        const int rows = min(TILE_ROWS, schedule.rows - segment.first_row);
-        for (int n = thread; n < rows * CHUNKS; n += 32 * Q_WARPS) {
-            const int local = n / CHUNKS, d = n % CHUNKS * VEC, row = segment.first_row + local;
-            const int head = segment.kv_head * schedule.group + row % schedule.group;
-            const Element* q = p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
-                               row / schedule.group * p.q_stride.row + d;
-            const bool valid = d < HEAD_DIM;
-            cp_async_cg(swizzled(smem.q[stage], row_of_product(local), d), valid ? q : p.q, valid);
-        }
-        cp_async_commit_group();
-        cp_async_wait_group<0>();
-        fence_proxy_async();  // by each writer
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(smem.q_full[stage]);
+    const Segment segment = share.at(i);
+    const int rows = min(TILE_ROWS, schedule.rows - segment.first_row);
+    for (int n = threadIdx.x % 128; n < rows * CHUNKS; n += 128) {
+        const int local = n / CHUNKS, d = n % CHUNKS * VEC, row = segment.first_row + local;
+        const int head = segment.kv_head * schedule.group + row % schedule.group;
+        const Element* q = p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
+                           row / schedule.group * p.q_stride.row + d;
+        const bool valid = d < HEAD_DIM;
+        cp_async_cg(swizzled(ring.q[i % Q_STAGES], row_of_product(local), d), valid ? q : p.q,
+                    valid);
     }
+    cp_async_commit_group();
 }
 
 // ---- copy K and V. By a warp, one lane of which starts the copies, but all lanes know what: then ptxas has it
 // in uniform registers, where TMA needs it. Otherwise it would move it there for each copy, lane by lane
-__device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+__device__ void load_kv(const AttentionParams& p, const Share& share, Ring& ring) {
     const bool starts = threadIdx.x % 32 == 0;
     int number = 0;  // of the tile
     for (uint32_t i = 0; i < share.count; ++i) {
@@ -268,29 +284,29 @@ __device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemo
         for (int tile = segment.first; tile < segment.end; ++tile, ++number) {
             const int stage = number % NUM_STAGES, phase = number / NUM_STAGES;
             const int before = number - 1;
-            const bool is_paced = IS_PACED && number > 0;
-            if (is_paced) wait_for(smem.k_full[before % NUM_STAGES], before / NUM_STAGES);
-            wait_for(smem.k_empty[stage], phase - 1);
+            const bool is_paced = (IS_PACED || share.schedule.rings > 1) && number > 0;
+            if (is_paced) wait_for(ring.k_full[before % NUM_STAGES], before / NUM_STAGES);
+            wait_for(ring.k_empty[stage], phase - 1);
             __syncwarp();  // a lane still waiting would miss the phases that the copy allows
             if (starts)
-                load_tile(smem.k[stage], p.k_map, tile * BLOCK_N, segment.kv_head, segment.batch,
-                          smem.k_full[stage]);
-            if (is_paced) wait_for(smem.v_full[before % NUM_STAGES], before / NUM_STAGES);
-            wait_for(smem.v_empty[stage], phase - 1);
+                load_tile(ring.k[stage], p.k_map, tile * BLOCK_N, segment.kv_head, segment.batch,
+                          ring.k_full[stage]);
+            if (is_paced) wait_for(ring.v_full[before % NUM_STAGES], before / NUM_STAGES);
+            wait_for(ring.v_empty[stage], phase - 1);
             __syncwarp();
             if (starts)
-                load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, segment.kv_head, segment.batch,
-                          smem.v_full[stage]);
+                load_tile(ring.v[stage], p.v_map, tile * BLOCK_N, segment.kv_head, segment.batch,
+                          ring.v_full[stage]);
         }
     }
 }
 
 // ---- what a consumer computes: its rows of all segments
-__device__ void compute(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+__device__ void compute(const AttentionParams& p, const Share& share, Ring& ring, int barrier) {
     const Schedule& schedule = share.schedule;
     const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
     const int lane = threadIdx.x % 32;
-    const int warp = uniform(threadIdx.x / 32);
+    const int warp = uniform(threadIdx.x / 32) % 4;
     Parts* const parts = static_cast<Parts*>(p.workspace[0]);
     const auto release = [&](Mbarrier& empty) {
         if (lane == 0) mbarrier_arrive(empty);
@@ -304,34 +320,34 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
     float row_sum;  // this lane's share of l
     float rescale;
 
-    int number = 0;  // of the next tile among the block's
+    if (share.count > 0) load_q(p, share, 0, ring);
+    int number = 0;  // of the next tile among the ring's
     for (uint32_t i = 0; i < share.count; ++i) {
         const Segment segment = share.at(i);
-        const int q_stage = i % Q_STAGES;
-        const Tile<BLOCK_M>& q = smem.q[q_stage];
+        const Tile<BLOCK_M>& q = ring.q[i % Q_STAGES];
         const int local = WARP_ROWS * warp + lane / 4, row = segment.first_row + local;
 
         // ---- S = Q K^T  [BLOCK_M, BLOCK_N]
         const auto start_s = [&](int number) {
             const int stage = number % NUM_STAGES;
-            wait_for(smem.k_full[stage], number / NUM_STAGES);
+            wait_for(ring.k_full[stage], number / NUM_STAGES);
             wgmma_fence(s_acc);
 #pragma unroll
             for (int d = 0; d < HEAD_DIM; d += 16)
                 wgmma_m64nNk16<Element, K_MAJOR, K_MAJOR>(
-                    s_acc, k_major<BLOCK_M>(q, d), k_major<BLOCK_N>(smem.k[stage], d), d > 0);
+                    s_acc, k_major<BLOCK_M>(q, d), k_major<BLOCK_N>(ring.k[stage], d), d > 0);
             wgmma_commit_group();
         };
         float o_acc[DIM / 8][4] = {};
         // ---- O += P V  [BLOCK_M, HEAD_DIM]
         const auto start_pv = [&](int number) {
             const int stage = number % NUM_STAGES;
-            wait_for(smem.v_full[stage], number / NUM_STAGES);
+            wait_for(ring.v_full[stage], number / NUM_STAGES);
             wgmma_fence(o_acc, p_frag);
 #pragma unroll
             for (int j = 0; j < BLOCK_N; j += 16)
                 wgmma_m64nNk16<Element, MN_MAJOR>(o_acc, p_frag[j / 16],
-                                                  mn_major<BLOCK_N>(smem.v[stage], j), true);
+                                                  mn_major<BLOCK_N>(ring.v[stage], j), true);
             wgmma_commit_group();
         };
         // ---- online softmax: P = 2^(S - m)
@@ -387,23 +403,25 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
 
         row_max = -INFINITY;
         row_sum = 0.0f;
-        wait_for(smem.q_full[q_stage], i / Q_STAGES);
-        __syncwarp();  // a lane still waiting would miss the phases that the release allows
+        cp_async_wait_group<0>();
+        fence_proxy_async();     // by each writer
+        bar_sync(barrier, 128);  // Q is there, and nobody reads the one before
+        if (i + 1 < share.count) load_q(p, share, i + 1, ring);
         // ---- for each K/V tile
         if (segment.first < segment.end) {
             start_s(number);
             wgmma_wait_group<0>(s_acc);
-            release(smem.k_empty[number % NUM_STAGES]);
+            release(ring.k_empty[number % NUM_STAGES]);
             softmax(segment.first);
             convert_p();
             for (int tile = segment.first + 1; tile < segment.end; ++tile, ++number) {
                 start_s(number + 1);
                 start_pv(number);
                 wgmma_wait_group<1>(s_acc);
-                release(smem.k_empty[(number + 1) % NUM_STAGES]);
+                release(ring.k_empty[(number + 1) % NUM_STAGES]);
                 softmax(tile);  // while O += P V runs
                 wgmma_wait_group<0>(o_acc, p_frag);
-                release(smem.v_empty[number % NUM_STAGES]);
+                release(ring.v_empty[number % NUM_STAGES]);
 #pragma unroll
                 for (int n = 0; n < DIM / 8; ++n)
 #pragma unroll
@@ -412,13 +430,12 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             }
             start_pv(number);
             wgmma_wait_group<0>(o_acc, p_frag);
-            release(smem.v_empty[number % NUM_STAGES]);
+            release(ring.v_empty[number % NUM_STAGES]);
             ++number;
         }
-        release(smem.q_empty[q_stage]);
 
         // ---- write O and lse, or a part of them
-        Part& part = parts[blockIdx.x].part[segment.kind];
+        Part& part = parts[share.index].part[segment.kind];
         row_sum = quad_sum(row_sum);
         const bool is_there = row < schedule.rows;
         if (is_there && segment.is_whole) {
@@ -442,7 +459,7 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             if (lane % 4 == 0) part.row_max[local] = row_max, part.row_sum[local] = row_sum;
         }
         if (segment.kind == GOES_ON) {
-            bar_sync(PART_BARRIER, 128);  // all warps have written
+            bar_sync(barrier, 128);  // all warps have written
             if (warp == 0) post_signal(part.ready);
         }
     }
@@ -450,24 +467,22 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
 
 // ---- o = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread has four
 // columns of a row, and of its parts every `lanes`-th: so many lanes of a warp have the same columns.
-// Of blocks first_block to this one, whose part is the last.
-__device__ void merge_chunk(const AttentionParams& p, const Schedule& schedule,
-                            const Segment& segment, uint32_t first_block, int local, int d,
-                            int lanes, bool is_there) {
+__device__ void merge_chunk(const AttentionParams& p, const Schedule& schedule, const Merge& merge,
+                            int local, int d, int lanes, bool is_there) {
     const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
     const int lane = threadIdx.x % lanes;
     float row_max = -INFINITY, row_sum = 0.0f, o[4] = {};
-    for (uint32_t block = first_block + lane; is_there && block <= blockIdx.x;
-         block += MERGED_AT_ONCE * lanes) {
+    for (uint32_t share = merge.first_share + lane; is_there && share <= merge.last_share;
+         share += MERGED_AT_ONCE * lanes) {
         // All loads first: they take as long as one.
         float part_max[MERGED_AT_ONCE], part_sum[MERGED_AT_ONCE];
         float4 part_o[MERGED_AT_ONCE];
 #pragma unroll
         for (int n = 0; n < MERGED_AT_ONCE; ++n) {
-            const uint32_t of = block + n * lanes;
+            const uint32_t of = share + n * lanes;
             part_max[n] = -INFINITY, part_sum[n] = 0.0f, part_o[n] = make_float4(0, 0, 0, 0);
-            if (of > blockIdx.x) continue;
-            const Part& part = parts[of].part[of < blockIdx.x ? GOES_ON : ENDS];
+            if (of > merge.last_share) continue;
+            const Part& part = parts[of].part[of < merge.last_share ? GOES_ON : ENDS];
             part_max[n] = part.row_max[local], part_sum[n] = part.row_sum[local];
             part_o[n] = load_float4(&part.o[local][d]);
         }
@@ -503,77 +518,86 @@ __device__ void merge_chunk(const AttentionParams& p, const Schedule& schedule,
     }
     if (!is_there || lane > 0) return;
     const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-    const int row = segment.first_row + local, query = row / schedule.group;
-    const int head = segment.kv_head * schedule.group + row % schedule.group;
-    Element* out =
-        p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head + query * p.o_stride.row;
+    const int row = merge.segment.first_row + local, query = row / schedule.group;
+    const int head = merge.segment.kv_head * schedule.group + row % schedule.group;
+    Element* out = p.o + merge.segment.batch * p.o_stride.batch + head * p.o_stride.head +
+                   query * p.o_stride.row;
     store_float4(out + d,
                  make_float4(o[0] * inverse, o[1] * inverse, o[2] * inverse, o[3] * inverse));
     if (d == 0)
-        p.lse[(int64_t(segment.batch) * p.heads + head) * p.seq_q + query] =
+        p.lse[(int64_t(merge.segment.batch) * p.heads + head) * p.seq_q + query] =
             row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
 }
 
-// The parts of the block's first work tile, whose last keys it has. GPUs start blocks in the order of
-// their numbers, and none waits for another before it has posted its own part. By all threads.
-__device__ void merge(const AttentionParams& p, const Share& share) {
-    const Schedule& schedule = share.schedule;
-    const Segment segment = share.at(0);
-    const uint32_t first_block = schedule.first_block(share.first_work);
-    if (threadIdx.x / 32 == PRODUCER_WARP + 1) {
-        Parts* const parts = static_cast<Parts*>(p.workspace[0]);
-        const uint32_t lane = threadIdx.x % 32;
-        for (uint32_t block = first_block; block < blockIdx.x; block += 32)
-            take_signals(block + lane < blockIdx.x ? &parts[block + lane].part[GOES_ON].ready
-                                                   : nullptr);
-    }
+// ---- wait for the parts of the share's first work tile, if they are to be merged. By the warp that copied, while
+// others compute: these would have to keep in registers what is needed here. GPUs start blocks in the order
+// of their numbers, and no part waits for another one
+__device__ void await_parts(const AttentionParams& p, const Share& share, Merge& merge) {
+    Parts* const parts = static_cast<Parts*>(p.workspace[0]);
+    const uint32_t lane = threadIdx.x % 32, last = share.index;
+    const bool is_needed = share.has_parts_to_merge();
+    const uint32_t first = share.schedule.first_share(share.first_work);
+    if (lane == 0) merge = {share.at(0), first, last, is_needed};
+    for (uint32_t other = first; is_needed && other < last; other += 32)
+        take_signals(other + lane < last ? &parts[other + lane].part[GOES_ON].ready : nullptr);
+}
+
+// ---- merge the parts. By all threads
+__device__ void merge(const AttentionParams& p, const Schedule& schedule, SharedMemory& smem) {
     __syncthreads();  // all parts are there, and this block's, too
-    const uint32_t rows = min(TILE_ROWS, schedule.rows - segment.first_row);
-    const uint32_t chunks = rows * MERGE_CHUNKS, num_parts = blockIdx.x - first_block + 1;
-    // So many lanes that each loads all of its parts at once, unless there are not so many threads.
-    uint32_t lanes = 1;
-    while (lanes < 32 && MERGED_AT_ONCE * lanes < num_parts && 2 * lanes * chunks <= NUM_THREADS)
-        lanes *= 2;
-    for (uint32_t warp = threadIdx.x / 32; 32 * warp < chunks * lanes; warp += NUM_THREADS / 32) {
-        const uint32_t chunk = (32 * warp + threadIdx.x % 32) / lanes;
-        merge_chunk(p, schedule, segment, first_block, chunk / MERGE_CHUNKS,
-                    chunk % MERGE_CHUNKS * 4, lanes, chunk < chunks);
+    for (uint32_t ring = 0; ring < schedule.rings; ++ring) {
+        const Merge& merge = smem.merges[ring];
+        if (!merge.is_needed) continue;
+        const uint32_t rows = min(TILE_ROWS, schedule.rows - merge.segment.first_row);
+        const uint32_t chunks = rows * MERGE_CHUNKS;
+        const uint32_t num_parts = merge.last_share - merge.first_share + 1;
+        // So many lanes that each loads all of its parts at once, unless there are not so many threads.
+        uint32_t lanes = 1;
+        while (lanes < 32 && MERGED_AT_ONCE * lanes < num_parts &&
+               2 * lanes * chunks <= NUM_THREADS)
+            lanes *= 2;
+        for (uint32_t warp = threadIdx.x / 32; 32 * warp < chunks * lanes;
+             warp += NUM_THREADS / 32) {
+            const uint32_t chunk = (32 * warp + threadIdx.x % 32) / lanes;
+            merge_chunk(p, schedule, merge, chunk / MERGE_CHUNKS, chunk % MERGE_CHUNKS * 4, lanes,
+                        chunk < chunks);
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_forward(const __grid_constant__ AttentionParams p) {
+    const int warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
+    const bool computes = warp < PRODUCER_WARP;
+    const uint32_t number = computes ? warp / 4 : warp - PRODUCER_WARP;  // of the ring
+    const bool copies = !computes && number < MAX_RINGS;
     SharedMemory& smem = shared_memory<SharedMemory>();
-    if (threadIdx.x == 32 * PRODUCER_WARP) {
+    Ring& ring = smem.rings[number % MAX_RINGS];
+    const bool starts = copies && threadIdx.x % 32 == 0;
+    if (starts) {
         prefetch_tensormap(p.k_map);
         prefetch_tensormap(p.v_map);
     }
     const Schedule schedule(p, gridDim.x);
-    const Share share(schedule, blockIdx.x);
-    const int warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
+    const Share share(schedule, number);
 
-    if (threadIdx.x == 32 * PRODUCER_WARP) {
-#pragma unroll
-        for (int stage = 0; stage < Q_STAGES; ++stage) {
-            mbarrier_init(smem.q_full[stage], Q_WARPS);
-            mbarrier_init(smem.q_empty[stage], 4);
-        }
+    if (starts) {
 #pragma unroll
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
-            mbarrier_init(smem.k_full[stage], 1);
-            mbarrier_init(smem.v_full[stage], 1);
-            mbarrier_init(smem.k_empty[stage], 4);
-            mbarrier_init(smem.v_empty[stage], 4);
+            mbarrier_init(ring.k_full[stage], 1);
+            mbarrier_init(ring.v_full[stage], 1);
+            mbarrier_init(ring.k_empty[stage], 4);
+            mbarrier_init(ring.v_empty[stage], 4);
         }
         fence_mbarrier_init();
     }
     __syncthreads();  // the mbarriers are initialized
 
-    if (warp < PRODUCER_WARP)
-        compute(p, share, smem);
-    else if (warp > PRODUCER_WARP)
-        load_q(p, share, smem);
-    else
-        load_kv(p, share, smem);
-    if (share.has_parts_to_merge()) merge(p, share);
+    if (computes)
+        compute(p, share, ring, 1 + number);
+    else if (copies) {
+        load_kv(p, share, ring);
+        if (!schedule.is_whole) await_parts(p, share, smem.merges[number]);
+    }
+    if (!schedule.is_whole) merge(p, schedule, smem);
 }
