@@ -81,8 +81,8 @@ UNEQUAL_KEYS = 2048  # and few_with()
 THREE_WARPGROUPS_DIM, IDLE_KEYS_OF_TILES, TWO_WARPGROUPS_KEYS = 96, 960, 4096
 # Beside v12's shares v17 was faster from so many elements of a head's K on, in so many rounds.
 SHARED_ELEMENTS, SHARED_ROUNDS = 2**20, 4
-# Where nothing is read twice it was with so many, in any number of rounds, but on an H200 not with
-# more; and faster than v13, too, above TILE_DIM, where two warpgroups compute.
+# Where nothing is read twice it was faster with so many, in any number of rounds, but on an H200
+# not with more; and faster than v13, too, above TILE_DIM, where two warpgroups compute.
 EVEN_PARTS_ELEMENTS = range(2**18, 2**22)
 
 

@@ -247,8 +247,8 @@ __device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
 }
 
 // Where the number-th of a block's tiles of Q is: each warpgroup that computes has one of a work tile.
-// With three tiles a place is the other warpgroup's in between. That phase ends unseen, but before this
-// warpgroup has its tile before: they arrive in order.
+// With three tiles a place is the other warpgroup's every second time. This one does not see that phase end,
+// but it has ended by the time this one's tile before is there: tiles arrive in order.
 struct QPlace {
     int tile, phase;
 

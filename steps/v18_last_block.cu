@@ -1,8 +1,8 @@
 // v18 -- last block merges: the block with the last keys of a work tile merges its parts
 // taken: only for few rows; more, if they are to be merged, take one block longer than v13's kernel
 // change: there is no second kernel. The block that has the last keys of a work tile waits for the
-//     other blocks' parts of it, and merges them. A work tile has 32 rows, 8 of each warp, which leaves
-//     half of a product alone. Up to head_dim 64 a block has two rings, if there is enough for both
+//     other parts of it, and merges them. A work tile has 32 rows, 8 of each warp, which leaves half of
+//     a product alone. Up to head_dim 64 a block has two rings, where there is work for both
 // why: of the 12 to 60 us that v13 takes for a query of each head on 1024 keys, its second kernel is
 //     4.5 where keys are split, and 2.3 where nothing is to be merged. Predicted: half of the one, and
 //     none of the other
@@ -15,8 +15,9 @@
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
 
-// A ring has its own tiles, a warpgroup that computes and a warp that starts the copies of K and V. With few
-// columns there is room for two: while one is between two work tiles, the other one's keys arrive.
+// A ring: tiles of K and V in turn, Q, a warpgroup that computes and a warp that starts the copies of K
+// and V. With few columns there is room for two: while one is between two work tiles, the other one's
+// keys arrive. A lone ring has three more warps, which only merge.
 constexpr int MAX_RINGS = HEAD_DIM <= 64 ? 2 : 1;
 constexpr int PRODUCER_WARP = 4 * MAX_RINGS;                         // of the first ring
 constexpr int NUM_THREADS = MAX_RINGS == 1 ? 256 : 160 * MAX_RINGS;  // all of them merge
@@ -36,11 +37,11 @@ constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
 
-// What a block has found in its keys of a work tile: O = sum P V, m and l, P = 2^(S - m).
+// What a ring has found in its keys of a work tile: O = sum P V, m and l, P = 2^(S - m).
 struct alignas(128) Part {
     float o[TILE_ROWS][HEAD_DIM];
     float row_max[TILE_ROWS], row_sum[TILE_ROWS];
-    Signal ready;  // for who merges it, if that is another share's block
+    Signal ready;  // for the block that merges it
 };
 // A share leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
 // which goes on in the next share.
@@ -50,7 +51,7 @@ struct Parts {
 };
 // From so many tiles of keys in a share on, shares that are all equal are worth merging.
 constexpr int LONG_SHARE = 400;
-// And from so many on, shares for two rings are.
+// And from so many on two rings have shares, even if work tiles must be cut for that.
 constexpr int RING_SHARE = 32;
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
 constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
@@ -72,11 +73,10 @@ struct Segment {
     bool is_whole;  // all tiles of the work tile
 };
 
-// The first work tile of a ring's share, if it has the last keys of it, but not the first ones.
+// What is to be merged: the parts of the work tile that a share begins with.
 struct Merge {
     Segment segment;
-    uint32_t first_share, last_share;  // whose parts it is merged from
-    bool is_needed;
+    uint32_t first_share, last_share;  // whose parts these are; one share has nothing to merge
 };
 
 struct SharedMemory {
@@ -111,7 +111,7 @@ struct Schedule {
     int row_tiles;           // of a key head
     uint32_t tiles;          // of keys, of each work tile
     uint32_t works;          // work tiles
-    uint32_t rings;          // of a block that have a share
+    uint32_t rings;          // of a block that are used
     uint32_t shares;         // of all blocks
     bool is_whole;           // a share is of whole work tiles
     uint32_t parts;          // or one of so many equal ones of a work tile, if that is not 0
@@ -127,19 +127,19 @@ struct Schedule {
           rings(1),
           shares(min(grid, MAX_BLOCKS)) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
-        // of each, where that keeps nine tenths of the rings busy, or all, if shares are long.
-        const auto is_even = [&](uint32_t shares) {
-            return works >= shares && works >= 9 * (((works - 1) / shares + 1) * shares - works);
+        // of each, where that keeps nine tenths of the rings busy, unless shares are long.
+        const auto is_even = [&](uint32_t n) {
+            return works >= n && works >= 9 * (((works - 1) / n + 1) * n - works);
         };
         const uint64_t all_tiles = uint64_t(works) * tiles;
         if (is_even(MAX_RINGS * shares) || all_tiles >= RING_SHARE * MAX_RINGS * shares)
             rings = MAX_RINGS, shares *= MAX_RINGS;
         const bool is_long = all_tiles >= LONG_SHARE * shares;
-        is_whole = (is_even(shares) && !is_long) || all_tiles > UINT32_MAX;
+        // Row tiles of a head of keys go to neighbours at a time, which read the same keys from L2.
+        is_whole = (is_even(shares) && !(is_long && row_tiles == 1)) || all_tiles > UINT32_MAX;
         if (is_whole) return;
         parts = shares / works;
-        const uint32_t busy = works * parts;
-        if (10 * busy < 9 * shares || (busy < shares && is_long)) parts = 0;
+        if (10 * works * parts < 9 * shares || is_long) parts = 0;
         if (parts > 0) {
             parts = min(parts, tiles);
             is_whole = parts == 1;
@@ -150,11 +150,11 @@ struct Schedule {
         longer = works * tiles - share * shares;
     }
 
-    // Where a share begins, and that before ends.
+    // Where a share begins, and the one before it ends.
     __device__ uint32_t cut(uint32_t index) const {
         return parts > 0 ? index * tiles / parts : share * index + min(index, longer);
     }
-    // Which has the first tile of a work tile.
+    // The share that has the first tile of a work tile.
     __device__ uint32_t first_share(uint32_t work) const {
         if (parts > 0) return work * parts;
         const uint32_t tile = work * tiles, first = cut(longer);
@@ -274,8 +274,8 @@ __device__ void load_q(const AttentionParams& p, const Share& share, uint32_t i,
     cp_async_commit_group();
 }
 
-// ---- copy K and V. By a warp, one lane of which starts the copies, but all lanes know what: then ptxas has it
-// in uniform registers, where TMA needs it. Otherwise it would move it there for each copy, lane by lane
+// ---- copy K and V. By a warp, one lane of which starts the copies, but all lanes know what: then ptxas
+// has it in uniform registers, where TMA needs it. Otherwise it would move it there lane by lane
 __device__ void load_kv(const AttentionParams& p, const Share& share, Ring& ring) {
     const bool starts = threadIdx.x % 32 == 0;
     int number = 0;  // of the tile
@@ -529,16 +529,16 @@ __device__ void merge_chunk(const AttentionParams& p, const Schedule& schedule, 
             row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
 }
 
-// ---- wait for the parts of the share's first work tile, if they are to be merged. By the warp that copied, while
-// others compute: these would have to keep in registers what is needed here. GPUs start blocks in the order
-// of their numbers, and no part waits for another one
+// ---- wait for the parts of the work tile that a share begins with, and leave in shared memory what the
+// merge needs to know. By the warp that copied K and V: those that compute would need registers for it.
+// GPUs start blocks in the order of their numbers, and no warpgroup waits for a part
 __device__ void await_parts(const AttentionParams& p, const Share& share, Merge& merge) {
     Parts* const parts = static_cast<Parts*>(p.workspace[0]);
     const uint32_t lane = threadIdx.x % 32, last = share.index;
-    const bool is_needed = share.has_parts_to_merge();
-    const uint32_t first = share.schedule.first_share(share.first_work);
-    if (lane == 0) merge = {share.at(0), first, last, is_needed};
-    for (uint32_t other = first; is_needed && other < last; other += 32)
+    uint32_t first = last;
+    if (share.has_parts_to_merge()) first = share.schedule.first_share(share.first_work);
+    if (lane == 0) merge = {share.at(0), first, last};
+    for (uint32_t other = first; other < last; other += 32)
         take_signals(other + lane < last ? &parts[other + lane].part[GOES_ON].ready : nullptr);
 }
 
@@ -546,11 +546,11 @@ __device__ void await_parts(const AttentionParams& p, const Share& share, Merge&
 __device__ void merge(const AttentionParams& p, const Schedule& schedule, SharedMemory& smem) {
     __syncthreads();  // all parts are there, and this block's, too
     for (uint32_t ring = 0; ring < schedule.rings; ++ring) {
-        const Merge& merge = smem.merges[ring];
-        if (!merge.is_needed) continue;
-        const uint32_t rows = min(TILE_ROWS, schedule.rows - merge.segment.first_row);
+        const Merge& of_ring = smem.merges[ring];
+        if (of_ring.first_share == of_ring.last_share) continue;
+        const uint32_t rows = min(TILE_ROWS, schedule.rows - of_ring.segment.first_row);
         const uint32_t chunks = rows * MERGE_CHUNKS;
-        const uint32_t num_parts = merge.last_share - merge.first_share + 1;
+        const uint32_t num_parts = of_ring.last_share - of_ring.first_share + 1;
         // So many lanes that each loads all of its parts at once, unless there are not so many threads.
         uint32_t lanes = 1;
         while (lanes < 32 && MERGED_AT_ONCE * lanes < num_parts &&
@@ -559,7 +559,7 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, Shared
         for (uint32_t warp = threadIdx.x / 32; 32 * warp < chunks * lanes;
              warp += NUM_THREADS / 32) {
             const uint32_t chunk = (32 * warp + threadIdx.x % 32) / lanes;
-            merge_chunk(p, schedule, merge, chunk / MERGE_CHUNKS, chunk % MERGE_CHUNKS * 4, lanes,
+            merge_chunk(p, schedule, of_ring, chunk / MERGE_CHUNKS, chunk % MERGE_CHUNKS * 4, lanes,
                         chunk < chunks);
         }
     }
@@ -569,17 +569,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     attention_forward(const __grid_constant__ AttentionParams p) {
     const int warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
     const bool computes = warp < PRODUCER_WARP;
-    const uint32_t number = computes ? warp / 4 : warp - PRODUCER_WARP;  // of the ring
-    const bool copies = !computes && number < MAX_RINGS;
+    const uint32_t ring_index = computes ? warp / 4 : warp - PRODUCER_WARP;
+    const bool copies = !computes && ring_index < MAX_RINGS;
     SharedMemory& smem = shared_memory<SharedMemory>();
-    Ring& ring = smem.rings[number % MAX_RINGS];
+    Ring& ring = smem.rings[ring_index % MAX_RINGS];
     const bool starts = copies && threadIdx.x % 32 == 0;
     if (starts) {
         prefetch_tensormap(p.k_map);
         prefetch_tensormap(p.v_map);
     }
     const Schedule schedule(p, gridDim.x);
-    const Share share(schedule, number);
+    const Share share(schedule, ring_index);
 
     if (starts) {
 #pragma unroll
@@ -594,10 +594,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     __syncthreads();  // the mbarriers are initialized
 
     if (computes)
-        compute(p, share, ring, 1 + number);
+        compute(p, share, ring, 1 + ring_index);
     else if (copies) {
         load_kv(p, share, ring);
-        if (!schedule.is_whole) await_parts(p, share, smem.merges[number]);
+        if (!schedule.is_whole) await_parts(p, share, smem.merges[ring_index]);
     }
     if (!schedule.is_whole) merge(p, schedule, smem);
 }

@@ -94,8 +94,8 @@ def ask_schedule(
 
 
 def segments(works: int, tiles: int, blocks: int) -> list[tuple[int, int, int, int]]:
-    """How v13 and v18 share out the tiles of keys of so many work tiles: (block, work tile, first
-    tile, end) of each segment, in order.
+    """How v13 shares out the tiles of keys of so many work tiles: (block, work tile, first tile,
+    end) of each segment, in order.
     """
     if blocks % works == 0:
         # As many parts of each, which have as many tiles, or one more.

@@ -1,5 +1,5 @@
-"""v18 shares the keys of few rows out among blocks, one of which merges: whose are which, and what
-comes of it.
+"""v18 shares the keys of few rows out among the rings of all blocks, one of which merges: whose are
+which, and what comes of it.
 
 On the checker's few multiprocessors a work tile has few parts. Calls with many are here, with the
 mutants that only these reject: verify/mutants/last_block.
@@ -8,7 +8,7 @@ mutants that only these reject: verify/mutants/last_block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,7 +29,6 @@ from verify.tests.more_multiprocessors import (
     check_call,
     check_rejected,
     choose,
-    segments,
     write_schedule,
 )
 
@@ -38,8 +37,11 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 # ---- which tiles are whose, and who merges
 
-TILE_ROWS, BLOCK_N = 32, 128  # of a head_dim of 8
+MAX_RINGS = {64: 2, 72: 1}  # of a block, by head_dim
+TILE_ROWS, BLOCK_N = 32, 128  # of both
 MAX_BLOCKS = 144
+LONG_SHARE = 400  # tiles: shares of so many are all equal, however many parts this makes
+RING_SHARE = 32  # shares for two rings have as many
 MOST_TILES = 2**24 - 1  # of a seq_k of 32 bits
 
 
@@ -84,118 +86,196 @@ class Sizes:
         return f"{self.blocks}_blocks_{heads}x{self.seq_q}x{self.tiles}_tiles{mask}"
 
 
-# Sizes, and how many blocks share the tiles out; or None where whole work tiles are dealt out, as
-# these have work for nine tenths of the blocks of all rounds.
-SHARING = [
-    (Sizes(132, 64, 132, 132), None),
-    (Sizes(132, 64, 133, 133), 132),  # 131 of 264 would be idle
-    (Sizes(132, 64, 237, 237), 132),
-    (Sizes(132, 64, 238, 238), None),  # 26 of 264 are
-    (Sizes(10, 64, 17, 17), 10),
-    (Sizes(10, 64, 18, 18), None),
-    (Sizes(10, 64, 19, 19), None),
-    (Sizes(2, 11, 7, 7), 2),
-    (Sizes(2, 11, 9, 9), None),
-    (Sizes(1, 64, 7, 7), None),
-    (Sizes(1, 1), None),
-    # As many parts of each, which are nine tenths of the blocks.
-    (Sizes(132, 64, 32, 8), 128),
-    (Sizes(132, 64, 40, 40), 120),
-    (Sizes(132, 64, 41, 41), 123),
-    (Sizes(132, 64, 39, 39), 132),  # 117
-    (Sizes(132, 64, 128, 128), None),
-    (Sizes(132, 64, 118, 118), 132),
-    (Sizes(10, 9, 3, 3), 9),
-    (Sizes(10, 9, 9, 9), None),
-    (Sizes(20, 9, 8, 8), 20),
-    (Sizes(20, 9, 9, 9), 18),
-    (Sizes(37, 9, 4, 4), 36),
+# Each is asked about with one ring of a block, and with two. What a comment counts is of either.
+SIZES = [
+    # Whole work tiles are dealt out where they keep nine tenths of all rounds busy.
+    Sizes(132, 64, 133, 133),  # with one ring 131 of 264 would be idle,
+    Sizes(132, 64, 237, 237),  # 27,
+    Sizes(132, 64, 238, 238),  # 26
+    Sizes(132, 64, 528, 528),
+    Sizes(10, 64, 17, 17),
+    Sizes(10, 64, 18, 18),
+    Sizes(2, 11, 7, 7),
+    Sizes(2, 11, 9, 9),
+    Sizes(2, 11, 18, 18),
+    Sizes(10, 5, 35, 35),  # with two 5 of 40
+    Sizes(10, 5, 36, 36),
+    Sizes(2, 5, 4, 4),
+    Sizes(1, 1),
+    # As many parts of each, which are nine tenths of the shares.
+    Sizes(132, 64, 40, 40),
+    Sizes(132, 64, 39, 39),
+    Sizes(132, 64, 128, 128),
+    Sizes(132, 64, 118, 118),
+    Sizes(10, 9, 3, 3),
+    Sizes(10, 9, 9, 9),
+    Sizes(20, 9, 8, 8),
+    Sizes(20, 9, 9, 9),
+    Sizes(10, 80, 9, 9),
+    Sizes(37, 9, 4, 4),
     # Of lengths that are no multiple of the parts.
-    (Sizes(132, 63, 8, 8), 128),
-    (Sizes(132, 17, 8, 8), 128),
-    (Sizes(132, 31, 32, 8), 128),
-    (Sizes(132, 133), 132),
-    (Sizes(132, 5, 64, 64), 128),
-    (Sizes(10, 10, 3, 3), 9),
-    (Sizes(20, 7, 9, 9), 18),
-    (Sizes(144, MOST_TILES), 144),
-    # Or all, where each has 512 tiles: these are long.
-    (Sizes(132, 528, 128, 128), 132),
-    (Sizes(132, 527, 128, 128), None),
-    (Sizes(132, 1056, 64, 64), 132),
-    (Sizes(132, 1055, 64, 64), 128),
-    (Sizes(10, 569, 9, 9), 10),
-    (Sizes(10, 568, 9, 9), None),
-    (Sizes(132, 5001, 33, 33), 132),
-    (Sizes(132, 600, 8, 8), 128),
+    Sizes(132, 17, 8, 8),
+    Sizes(132, 31, 32, 8),
+    Sizes(132, 133),
+    Sizes(132, 5, 64, 64),
+    Sizes(10, 10, 3, 3),
+    Sizes(132, 500, 41, 41),
+    # Row tiles that share keys are dealt out whole, however long shares are.
+    Sizes(10, 801, 20, 10, seq_q=17),
+    Sizes(10, 801, 10, 5, seq_q=17),
+    # There is enough for two rings, or just not.
+    Sizes(132, 64, 132, 132),
+    Sizes(132, 63, 132, 132),
+    Sizes(132, 8448),
+    Sizes(132, 8447),
+    Sizes(1, 64),
+    Sizes(1, 63),
+    Sizes(3, 28, 7, 7),
+    Sizes(3, 27, 7, 7),
+    Sizes(10, 34, 19, 19),
+    Sizes(10, 33, 19, 19),
+    Sizes(132, 31, 264, 264),  # there is for whole work tiles
+    Sizes(132, 31, 263, 263),
+    # All shares are equal where they are long: with one ring,
+    Sizes(132, 400, 132, 132),
+    Sizes(132, 399, 132, 132),
+    Sizes(132, 1320, 40, 40),
+    Sizes(132, 1319, 40, 40),
+    Sizes(132, 5001, 33, 33),  # as many parts would keep all busy
+    Sizes(132, 600, 8, 8),  # a work tile is long, but no share
+    # and with two.
+    Sizes(132, 400, 264, 264),
+    Sizes(132, 399, 264, 264),
+    Sizes(132, 1320, 80, 80),
+    Sizes(132, 1319, 80, 80),
+    Sizes(10, 445, 18, 18),
+    Sizes(10, 444, 18, 18),
+    Sizes(150, 1200, 96, 96),
+    Sizes(150, 1199, 96, 96),
     # No more than there are tiles.
-    (Sizes(132, 3), 3),
-    (Sizes(132, 64), 64),
-    (Sizes(20, 4, 3, 3), 12),
-    (Sizes(132, 3, 39, 39), 117),  # as many parts are too few, and all that there are
-    (Sizes(132, 4, 39, 39), 132),
-    (Sizes(132, 1, 100, 100), 100),
-    (Sizes(132, 2, 100, 100), 132),
+    Sizes(132, 3),
+    Sizes(20, 4, 3, 3),
+    Sizes(132, 3, 39, 39),  # as many parts are too few, and all that there are
+    Sizes(132, 4, 39, 39),
+    Sizes(132, 1, 100, 100),  # shares without a tile
+    Sizes(132, 2, 100, 100),
     # There is room for the parts of no more.
-    (Sizes(144, 1000), 144),
-    (Sizes(150, 1000), 144),
-    (Sizes(150, 1000, 72, 72), 144),
-    (Sizes(150, 9, 144, 144), None),
-    (Sizes(150, 9, 150, 150), 144),
-    (Sizes(150, 9, 288, 288), None),
+    Sizes(144, 1000),
+    Sizes(150, 1000),
+    Sizes(150, 1000, 72, 72),
+    Sizes(150, 9, 144, 144),
+    Sizes(150, 9, 150, 150),
+    Sizes(150, 9, 288, 288),
     # More tiles than 32 bits can count, and all that they can.
-    (Sizes(150, MOST_TILES, 256, 256), 144),
-    (Sizes(150, MOST_TILES, 289, 289), None),
-    (Sizes(150, MOST_TILES, 17, 17, 17), None),
+    Sizes(144, MOST_TILES),
+    Sizes(150, MOST_TILES, 256, 256),
+    Sizes(150, MOST_TILES, 289, 289),
+    Sizes(150, MOST_TILES, 17, 17, 17),
     # Work tiles of several batches, key heads and tiles of rows.
-    (Sizes(44, 9, 6, 2, 2, 21), 40),
-    (Sizes(44, 9, 6, 2, 2, 11), 40),
-    (Sizes(37, 9, 6, 2, 2, 10), 36),
-    (Sizes(70, 9, 6, 2, 3, 65), 70),
-    (Sizes(12, 5, 6, 2, 3, 65), 12),
-    (Sizes(11, 5, 6, 2, 3, 65), None),
+    Sizes(44, 9, 6, 2, 2, 21),
+    Sizes(44, 9, 6, 2, 2, 11),
+    Sizes(37, 9, 6, 2, 2, 10),
+    Sizes(70, 9, 6, 2, 3, 65),
+    Sizes(12, 5, 6, 2, 3, 65),
+    Sizes(11, 5, 6, 2, 3, 65),
+    Sizes(5, 9, 6, 2, 3, 65),
     # Of as many tiles as the last one has; the first ones see fewer, down to none.
-    (Sizes(70, 7, 2, 1, 1, 200, causal=True), 65),
-    (Sizes(70, 3, 1, 1, 1, 500, causal=True), 48),
-    (Sizes(10, 3, 1, 1, 1, 500, causal=True), 10),
-    (Sizes(8, 3, 1, 1, 1, 500, causal=True), None),
-    (Sizes(132, 20, 2, 2, 1, 1000, causal=True), 128),
-    (Sizes(132, 20, 6, 2, 2, 193, causal=True), 132),
+    Sizes(70, 7, 2, 1, 1, 200, causal=True),
+    Sizes(70, 3, 1, 1, 1, 500, causal=True),
+    Sizes(10, 3, 1, 1, 1, 500, causal=True),
+    Sizes(8, 3, 1, 1, 1, 500, causal=True),
+    Sizes(132, 20, 2, 2, 1, 1000, causal=True),
+    Sizes(132, 20, 6, 2, 2, 193, causal=True),
+    Sizes(10, 20, 6, 2, 2, 193, causal=True),
 ]
 
-# Each block leaves how many segments it has, whether whole
-# work tiles are dealt out, whether the block has parts to merge, the first block that has one of
-# these, and struct Segment of each.
+
+@dataclass(frozen=True)
+class Sharing:
+    rings: int  # of a block that have a share
+    shares: int  # of all blocks
+    parts: int = 0  # so many equal ones of each work tile, or else
+    is_whole: bool = False  # whole work tiles in turn; or else all are as long, or one tile longer
+
+
+def expected_sharing(sizes: Sizes, max_rings: int) -> Sharing:
+    """As the step says it does, by counting what is idle and how long shares are."""
+    works, shares, rings = len(sizes.work_tiles), min(sizes.blocks, MAX_BLOCKS), 1
+    all_tiles = works * sizes.tiles
+
+    def is_even(shares: int) -> bool:
+        idle = -works % shares  # in the last round
+        return works >= shares and works >= 9 * idle
+
+    if is_even(max_rings * shares) or all_tiles >= RING_SHARE * max_rings * shares:
+        rings, shares = max_rings, max_rings * shares
+    is_long = all_tiles >= LONG_SHARE * shares
+    share_keys = sizes.rows > TILE_ROWS  # row tiles of a head of keys
+    if all_tiles >= 2**32 or (is_even(shares) and (share_keys or not is_long)):
+        return Sharing(rings, shares, is_whole=True)
+    parts = shares // works
+    if is_long or 10 * works * parts < 9 * shares:
+        return Sharing(rings, shares)
+    parts = min(parts, sizes.tiles)
+    return Sharing(rings, works * parts, parts, is_whole=parts == 1)
+
+
+def expected_segments(sizes: Sizes, sharing: Sharing) -> list[tuple[int, int, int, int]]:
+    """(share, work tile, first tile, end) of each, in the order of the shares."""
+    works, tiles, shares = len(sizes.work_tiles), sizes.tiles, sharing.shares
+    if sharing.is_whole:
+        return [
+            (share, work, 0, tiles)
+            for share in range(shares)
+            for work in range(share, works, shares)
+        ]
+    if parts := sharing.parts:
+        cuts = [work * tiles + n * tiles // parts for work in range(works) for n in range(parts)]
+        cuts.append(works * tiles)
+    else:
+        length, longer = divmod(works * tiles, shares)
+        cuts = [length * share + min(share, longer) for share in range(shares + 1)]
+    return [
+        (share, work, max(begin - work * tiles, 0), min(end - work * tiles, tiles))
+        for share, (begin, end) in enumerate(pairwise(cuts))
+        for work in range(begin // tiles, -(-end // tiles))
+    ]
+
+
+# Each block leaves of each of its rings: how many have a share, whether whole work tiles are dealt
+# out, the share's number, how many segments it has, whether it has parts to merge, the first share
+# that has one of these, and struct Segment of each.
 MOST_SEGMENTS = 20
-WIDTH = 4 + 7 * MOST_SEGMENTS
+WIDTH = 6 + 7 * MOST_SEGMENTS
 SCHEDULE = f"""
     const Schedule schedule(shape, gridDim.x);
-    const Share share(schedule, block);
-    float* to = p.lse + {WIDTH} * block;
-    *to++ = share.count, *to++ = schedule.is_whole, *to++ = share.has_parts_to_merge();
-    *to++ = share.has_parts_to_merge() ? schedule.first_block(share.first_work) : 0;
-    for (uint32_t i = 0; i < share.count && i < {MOST_SEGMENTS}; ++i) {{
-        const Segment segment = share.at(i);
-        *to++ = segment.batch, *to++ = segment.kv_head, *to++ = segment.first_row;
-        *to++ = segment.first, *to++ = segment.end;
-        *to++ = segment.kind == GOES_ON, *to++ = segment.is_whole;
+    for (uint32_t ring = 0; ring < MAX_RINGS; ++ring) {{
+        const Share share(schedule, ring);
+        const bool merges = share.has_parts_to_merge();
+        float* to = p.lse + {WIDTH} * (MAX_RINGS * block + ring);
+        *to++ = schedule.rings, *to++ = schedule.is_whole;
+        *to++ = share.index, *to++ = share.count, *to++ = merges;
+        *to++ = merges ? schedule.first_share(share.first_work) : 0;
+        for (uint32_t i = 0; i < share.count && i < {MOST_SEGMENTS}; ++i) {{
+            const Segment segment = share.at(i);
+            *to++ = segment.batch, *to++ = segment.kv_head, *to++ = segment.first_row;
+            *to++ = segment.first, *to++ = segment.end;
+            *to++ = segment.kind == GOES_ON, *to++ = segment.is_whole;
+        }}
     }}
 """
 
 
-CALLED = [sizes for sizes, _ in SHARING]
-
-
 @pytest.fixture(scope="module")
 def schedule(tmp_path_factory):
-    return write_schedule(tmp_path_factory.mktemp("schedule"), STEP, SCHEDULE, CALLED)
+    return write_schedule(tmp_path_factory.mktemp("schedule"), STEP, SCHEDULE, SIZES)
 
 
 @dataclass(frozen=True)
 class Segment:
     """The step's, and whose it is."""
 
-    block: int
+    share: int
     work: int  # the work tile
     first: int
     end: int
@@ -203,62 +283,58 @@ class Segment:
     is_whole: bool
 
 
-@pytest.mark.parametrize(("sizes", "num_blocks"), SHARING, ids=str)
-def test_shares(schedule, sizes, num_blocks):
-    check_shares(schedule, sizes, num_blocks)
+@pytest.mark.parametrize("head_dim", MAX_RINGS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_shares(schedule, sizes, head_dim):
+    check_shares(schedule, sizes, head_dim)
 
 
 def check_schedule(step: Step) -> None:
     with TemporaryDirectory() as folder:
-        schedule = write_schedule(Path(folder), step, SCHEDULE, CALLED)
-        for sizes, num_blocks in SHARING:
-            check_shares(schedule, sizes, num_blocks)
+        schedule = write_schedule(Path(folder), step, SCHEDULE, SIZES)
+        for head_dim in MAX_RINGS:
+            for sizes in SIZES:
+                check_shares(schedule, sizes, head_dim)
 
 
-def check_shares(schedule: Step, sizes: Sizes, num_blocks: int | None) -> None:
+def check_shares(schedule: Step, sizes: Sizes, head_dim: int) -> None:
+    max_rings = MAX_RINGS[head_dim]
+    sharing = expected_sharing(sizes, max_rings)
     work_tiles = sizes.work_tiles
-    shares: list[list[Segment]] = []
-    merges = {}  # block: the first one that has a part
-    for block, (count, is_whole, has_parts, first_block, *numbers) in enumerate(
-        ask_schedule(schedule, sizes, CALLED.index(sizes), WIDTH)
-    ):
-        assert bool(is_whole) == (num_blocks is None)
-        assert count <= MOST_SEGMENTS
-        own = []
-        for n in range(count):
-            *place, first, end, goes_on, whole = numbers[7 * n : 7 * n + 7]
-            assert tuple(place) in work_tiles
-            own.append(Segment(block, work_tiles.index(tuple(place)), first, end, goes_on, whole))
-        shares.append(own)
-        if has_parts:
-            merges[block] = first_block
+    found: list[Segment] = []
+    merges = {}  # share: the first one that has a part
+    blocks = ask_schedule(schedule, sizes, SIZES.index(sizes), max_rings * WIDTH, head_dim)
+    for block, of_rings in enumerate(blocks):
+        for ring in range(max_rings):
+            rings, is_whole, share, count, has_parts, first_share, *numbers = of_rings[
+                WIDTH * ring : WIDTH * (ring + 1)
+            ]
+            assert (rings, bool(is_whole)) == (sharing.rings, sharing.is_whole)
+            if ring >= rings:
+                assert (count, has_parts) == (0, False)
+                continue
+            assert share == block * rings + ring
+            assert count <= MOST_SEGMENTS
+            for n in range(count):
+                *place, first, end, goes_on, whole = numbers[7 * n : 7 * n + 7]
+                assert tuple(place) in work_tiles
+                work = work_tiles.index(tuple(place))
+                found.append(Segment(share, work, first, end, goes_on, whole))
+            if has_parts:
+                merges[share] = first_share
 
-    if num_blocks is None:
-        # In turn.
-        assert merges == {}
-        blocks = min(sizes.blocks, MAX_BLOCKS)
-        for block, own in enumerate(shares):
-            in_turn = range(block, len(work_tiles), blocks) if block < blocks else ()
-            assert [segment.work for segment in own] == list(in_turn)
-            for segment in own:
-                tiles = sizes.visible_tiles(work_tiles[segment.work][2])
-                assert (segment.first, segment.end) == (0, tiles)
-                assert (segment.goes_on, segment.is_whole) == (False, True)
-        return
-
-    expected = segments(len(work_tiles), sizes.tiles, num_blocks)
-    found = [segment for own in shares for segment in own]
+    expected = expected_segments(sizes, sharing)
     assert len(found) == len(expected)
-    for segment, (block, work, first, end) in zip(found, expected, strict=True):
-        assert (segment.block, segment.work, segment.first) == (block, work, first)
+    for segment, (share, work, first, end) in zip(found, expected, strict=True):
+        assert (segment.share, segment.work, segment.first) == (share, work, first)
         assert segment.end == min(end, sizes.visible_tiles(work_tiles[work][2]))
         assert segment.goes_on == (end < sizes.tiles)
         assert segment.is_whole == (end - first == sizes.tiles)
 
     # Who has the last part of a work tile merges all, and no one else does.
-    parts = [[block for block, *_ in of] for _, of in groupby(expected, lambda part: part[1])]
-    assert all(blocks == list(range(blocks[0], blocks[-1] + 1)) for blocks in parts)
-    assert merges == {blocks[-1]: blocks[0] for blocks in parts if len(blocks) > 1}
+    parts = [[share for share, *_ in of] for _, of in groupby(expected, lambda part: part[1])]
+    assert all(shares == list(range(shares[0], shares[-1] + 1)) for shares in parts)
+    assert merges == {shares[-1]: shares[0] for shares in parts if len(shares) > 1}
 
 
 # ---- what comes of them
@@ -280,10 +356,16 @@ CALLS = {
         Call(Case("two_lanes", Shape(1, 8, 1, 1, 5100, 64), BF16, inputs=rising_logits), 40),
         Call(Case("four_lanes", Shape(1, 5, 1, 1, 5100, 40), BF16, inputs=walks(2, 25)), 40),
         Call(Case("lanes_136", Shape(1, 2, 1, 1, 2500, 136), FP16, inputs=walks(2, 25)), 40),
-        # As many parts as there is room for, on more multiprocessors.
-        Call(Case("most_parts", Shape(1, 1, 1, 2, 18500, 8), BF16), 150),
-        # Whole work tiles on these, in two rounds.
-        Call(Case("most_blocks", Shape(1, 288, 288, 1, 100, 8), BF16), 150),
+        # As many parts as there is room for where a block has one ring, on more multiprocessors.
+        Call(Case("most_parts", Shape(1, 1, 1, 2, 18500, 72), BF16), 150),
+        # With two, more parts than that. Most rows see no key, which keeps it short.
+        Call(Case("most_parts_of_rings", Shape(1, 1, 1, 15584, 1250, 8), BF16, causal=True), 76),
+        # Whole work tiles on more multiprocessors, for two rings of each block, in two rounds.
+        Call(Case("most_blocks", Shape(1, 576, 576, 1, 100, 8), BF16), 150),
+        # Most shares end a work tile and begin the next, so that both rings of a block merge.
+        Call(Case("two_rings", Shape(1, 7, 7, 3, 3550, 8), FP16, inputs=walks(2, 25)), 3),
+        # Two parts each of 3 work tiles, which are those of a block's two rings.
+        Call(Case("two_rings_parts", Shape(1, 3, 3, 20, 8200, 8), BF16, inputs=walks(2, 25)), 3),
         # 9 parts each of 4 work tiles, of key heads and batches; one block has none.
         Call(
             Case(
@@ -299,6 +381,8 @@ CALLS = {
         Call(Case("uneven_heads", Shape(2, 4, 2, 40, 650, 256), FP16), 50),
         # As many parts of a work tile as there are tiles, and blocks that have none.
         Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 11),
+        # Whole work tiles, one each, would leave too many idle: equal shares, one without a tile.
+        Call(Case("spare_blocks", Shape(1, 8, 4, 1, 100, 8), BF16), 5),
         # 16 parts of 3 work tiles, not as many of each: most blocks go on, or merge, or both.
         Call(Case("unequal", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 14),
         Call(Case("unequal_heads", Shape(2, 4, 2, 40, 700, 64), FP16), 17),

@@ -58,8 +58,8 @@ def _last_block() -> Drawing:
         402,
         "Time runs to the right. v13's SMs wait for the last block, and then for what the second "
         "kernel's first loads bring.",
-        "In v18 a warp of the last block has waited since it copied Q. Rows 0–7 of a warp are "
-        "registers of their own in each lane:",
+        "In v18 a warp of the last block has waited since it had copied K and V. Rows 0–7 of a "
+        "warp are registers of their own in each lane:",
         "in v13 two warps take the exponentials of all of theirs, in v18 four warps those of half.",
     )
     return drawing
