@@ -127,7 +127,7 @@ struct Schedule {
           rings(1),
           shares(min(grid, MAX_BLOCKS)) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
-        // of each, where that keeps nine tenths of the rings busy, unless shares are long.
+        // of each, where that keeps nine tenths of the rings busy. Long shares are equal instead.
         const auto is_even = [&](uint32_t n) {
             return works >= n && works >= 9 * (((works - 1) / n + 1) * n - works);
         };
@@ -135,7 +135,7 @@ struct Schedule {
         if (is_even(MAX_RINGS * shares) || all_tiles >= RING_SHARE * MAX_RINGS * shares)
             rings = MAX_RINGS, shares *= MAX_RINGS;
         const bool is_long = all_tiles >= LONG_SHARE * shares;
-        // Row tiles of a head of keys go to neighbours at a time, which read the same keys from L2.
+        // But row tiles that share keys stay whole: neighbours then read these from L2 together.
         is_whole = (is_even(shares) && !(is_long && row_tiles == 1)) || all_tiles > UINT32_MAX;
         if (is_whole) return;
         parts = shares / works;
