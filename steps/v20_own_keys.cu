@@ -1,11 +1,11 @@
 // v20 -- warps with keys of their own: products of 16 rows, which a warp computes alone
 // draft: it is to be for few rows, and beside the other steps it has not been recorded yet
-// change: from v18. wgmma multiplies 64 rows at least, by four warps. mma.sync of v06 multiplies 16, by one:
-//     each warp has a quarter of a tile's keys to itself, and its own m, l and O. It waits for nobody else
-//     until the work tile ends. Then all merge what they have found, as blocks merge their parts
-// why: v18 holds a tile for 1020 of the 1700 cycles that its bytes take to arrive, with up to 32 rows of 64
-//     columns; meanwhile nothing else arrives in its place. A kernel that only reads is 1.4 to 2 % faster, with
-//     many keys. Predicted: that, and 0.5 us of each short call
+// change: from v18. wgmma multiplies 64 rows at least, by four warps; mma.sync of v06 multiplies 16, by
+//     one. Each warp has a quarter of a tile's keys to itself, with m, l and O of its own, and waits for
+//     nobody else until the work tile ends. Then all merge what they have found, as blocks merge parts
+// why: v18 holds a tile for 1020 of the 1700 cycles that its bytes take to arrive, with up to 32 rows of
+//     64 columns, and meanwhile nothing else arrives in its place. A kernel that only reads is 1.4 to 2 %
+//     faster, with many keys. Predicted: as much
 // repeats: all bits on as many multiprocessors; their number decides where the keys are cut
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "copy.cuh"
@@ -407,7 +407,7 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             // ---- online softmax: P = 2^(S - m)
             float tile_scale = scale_log2;
             const int k_start = tile * BLOCK_N + WARP_N * warp;
-            // With a scale of 0 or less the largest S would not be the largest logit, and 0 * -inf is NaN.
+            // With a scale of 0 or less the largest S is not the largest logit, and 0 * -inf is NaN.
             if (k_start + WARP_N > schedule.visible_keys(segment.first_row) || scale_log2 <= 0.0f) {
                 tile_scale = 1.0f;
 #pragma unroll
