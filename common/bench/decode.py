@@ -97,6 +97,7 @@ def decode_steps(steps: Sequence[Step]) -> list[Step]:
         for step in steps
         if step.operation == FORWARD
         and not step.takes_lengths
+        and not step.draft
         and (step.few or step.is_candidate())
     }
     return [newest[few] for few in (*FEW_AGAIN, FEW_WORK_TILES, FEW_QUERIES, None) if few in newest]

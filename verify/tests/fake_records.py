@@ -29,7 +29,7 @@ V_STEP, B_STEP = (
 )
 # And for the few keys of a tiny model, or, where they are more, for its few heads.
 ROWS_STEP, HEADS_STEP = (
-    [step for step in all_steps() if step.few == few and not step.takes_lengths][-1]
+    [step for step in all_steps() if step.few == few and not (step.takes_lengths or step.draft)][-1]
     for few in (FEW_ROWS, FEW_HEADS)
 )
 

@@ -25,7 +25,7 @@ NEWEST = [
     for step in all_steps()
     if step.operation == FORWARD
     and (step.is_candidate() or step.few == FEW_ROWS)
-    and not step.takes_lengths
+    and not (step.takes_lengths or step.draft)
 ][-1]
 
 
@@ -106,7 +106,7 @@ def test_a_step_for_few_is_taken_only_for_them(monkeypatch) -> None:
 
 def test_what_attention_takes_for_few_rows() -> None:
     """The newest step for them, whether heads share keys or not, and whatever the mask."""
-    newest = [step.name for step in all_steps() if step.few == FEW_ROWS][-1]
+    newest = [step.name for step in all_steps() if step.few == FEW_ROWS and not step.draft][-1]
     for heads, kv_heads, seq_q, is_few in ((16, 16, 32, True), (32, 8, 8, True), (32, 8, 9, False)):
         q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(8, heads, seq_q, -1)
         k = q[:, :1, :1].expand(-1, kv_heads, 1025, -1)

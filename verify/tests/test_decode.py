@@ -328,7 +328,8 @@ def test_steps_that_are_compared():
     with_lengths = replace(newer, name="v10", takes_lengths=True)
     ordered = [ROWS, TILES, FEW, general]
     assert decode.decode_steps([general, TILES, FEW, ROWS, with_lengths]) == ordered
-    assert decode.decode_steps([replace(V01, draft="new"), V02]) == [V02]
+    draft = replace(newer, draft="new")
+    assert decode.decode_steps([replace(V01, draft="new"), V02, FEW, draft]) == [FEW, V02]
 
 
 def test_an_interrupted_run_goes_on_and_loses_no_earlier_record(measure, tmp_path, capsys):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from random import Random
 from xml.etree import ElementTree
 
@@ -16,7 +16,7 @@ import torch
 
 from common.catalog import find_step
 from common.problem import COUNTED, Specialization
-from common.report.diagrams import blocks, cluster_merge, figures, ragged_map
+from common.report.diagrams import blocks, cluster_merge, figures, own_keys, ragged_map
 from common.report.diagrams.fragments import (
     CHUNKS,
     a_fragment,
@@ -483,6 +483,14 @@ def test_teams_are_v19s():
         f"{work_tiles[0]}–{work_tiles[-1]} work tiles: {team} blocks for each"
         for team, work_tiles in by_team.items()
     ]
+
+
+def test_own_keys_are_v20s():
+    names = constants("v20", 64)
+    assert (names["COMPUTING"], names["TILE_ROWS"]) == (own_keys.WARPS, own_keys.WARP_ROWS)
+    assert names["BLOCK_N"] == own_keys.KEYS
+    assert [len(own_keys.keys_of(warp)) for warp in range(4)] == 4 * [names["WARP_N"]]
+    assert [*chain(*map(own_keys.keys_of, range(4)))] == [*range(own_keys.KEYS)]
 
 
 # ---- how they are drawn

@@ -16,6 +16,7 @@ from . import (
     hopper,
     hopper_backward,
     last_block,
+    own_keys,
     ragged_map,
     ring,
     softmax,
@@ -42,6 +43,7 @@ def figures() -> dict[str, str]:
         even_parts,
         last_block,
         cluster_merge,
+        own_keys,
         ragged_map,
         ring,
     )
