@@ -1,13 +1,15 @@
-"""v18 shares the keys of few rows out among the rings of all blocks, one of which merges: whose are
-which, and what comes of it.
+"""v18 shares the keys of few rows out among the rings of all blocks, one of which merges, and v20
+does among the blocks: whose are which, and what comes of it.
 
-On the checker's few multiprocessors a work tile has few parts. Calls with many are here, with the
-mutants that only these reject: verify/mutants/last_block.
+On the checker's few multiprocessors a work tile has few parts. Calls of v18 with many are here,
+with the mutants that only these reject: verify/mutants/last_block. v20's are in test_own_keys.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,12 +39,44 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 # ---- which tiles are whose, and who merges
 
-MAX_RINGS = {64: 2, 72: 1}  # of a block, by head_dim
-TILE_ROWS, BLOCK_N = 32, 128  # of both
 MAX_BLOCKS = 144
-LONG_SHARE = 400  # tiles: shares of so many are all equal, however many parts this makes
-RING_SHARE = 32  # shares for two rings have as many
-MOST_TILES = 2**24 - 1  # of a seq_k of 32 bits
+LONG_SHARE = 51200  # keys: shares of so many are all equal, however many parts this makes
+RING_SHARE = 32  # tiles: shares for two rings have as many
+MOST_TILES = 2**24 - 1  # of 128 keys, of a seq_k of 32 bits; floats count no more, one by one
+
+# What the generated kernel below asks of a step.
+RINGS = """
+    constexpr uint32_t MOST_RINGS = MAX_RINGS;
+    const uint32_t used_rings = schedule.rings;
+    const auto share_of = [&](uint32_t ring) { return Share(schedule, ring); };
+"""
+NO_RINGS = """
+    constexpr uint32_t MOST_RINGS = 1, used_rings = 1;
+    const auto share_of = [&](uint32_t) { return Share(schedule); };
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What shares depend on beside the call's sizes: a step and a head_dim."""
+
+    step: str
+    head_dim: int
+    tile_rows: int  # of a work tile
+    tile_keys: int
+    max_rings: int  # of a block
+    asks: str
+
+    def __str__(self) -> str:
+        return f"{self.step}-{self.head_dim}"
+
+
+KINDS = (
+    Kind("v18", 64, 32, 128, 2, RINGS),
+    Kind("v18", 72, 32, 128, 1, RINGS),
+    Kind("v20", 64, 16, 128, 1, NO_RINGS),
+    Kind("v20", 72, 16, 64, 1, NO_RINGS),
+)
 
 
 @dataclass(frozen=True)
@@ -54,10 +88,12 @@ class Sizes:
     batch: int = 1
     seq_q: int = 1
     causal: bool = False
+    tile_rows: int = 32  # these are each kind's
+    tile_keys: int = 128
 
     @property
     def seq_k(self) -> int:
-        return self.tiles * BLOCK_N - 50
+        return self.tiles * self.tile_keys - 50
 
     @property
     def rows(self) -> int:
@@ -70,15 +106,16 @@ class Sizes:
             (batch, kv_head, first_row)
             for batch in range(self.batch)
             for kv_head in range(self.kv_heads)
-            for first_row in range(0, self.rows, TILE_ROWS)
+            for first_row in range(0, self.rows, self.tile_rows)
         ]
 
     def visible_tiles(self, first_row: int) -> int:
         """Of the keys that a work tile's last row sees."""
         if not self.causal:
             return self.tiles
-        last_query = (min(first_row + TILE_ROWS, self.rows) - 1) // (self.heads // self.kv_heads)
-        return -(-max(0, last_query + self.seq_k - self.seq_q + 1) // BLOCK_N)
+        last_row = min(first_row + self.tile_rows, self.rows) - 1
+        last_query = last_row // (self.heads // self.kv_heads)
+        return -(-max(0, last_query + self.seq_k - self.seq_q + 1) // self.tile_keys)
 
     def __str__(self) -> str:
         heads = f"{self.batch}x{self.heads}of{self.kv_heads}"
@@ -86,7 +123,8 @@ class Sizes:
         return f"{self.blocks}_blocks_{heads}x{self.seq_q}x{self.tiles}_tiles{mask}"
 
 
-# Each is asked about with one ring of a block, and with two. What a comment counts is of either.
+# Each kind is asked about each: with one ring of a block, and with two; with work tiles of 32 rows,
+# and of 16; with tiles of 128 keys, and of 64. What a comment counts is of one of these.
 SIZES = [
     # Whole work tiles are dealt out where they keep nine tenths of all rounds busy.
     Sizes(132, 64, 133, 133),  # with one ring 131 of 264 would be idle,
@@ -123,6 +161,8 @@ SIZES = [
     # Row tiles that share keys are dealt out whole, however long shares are.
     Sizes(10, 801, 20, 10, seq_q=17),
     Sizes(10, 801, 10, 5, seq_q=17),
+    Sizes(10, 801, 20, 10, seq_q=9),
+    Sizes(10, 801, 20, 10, seq_q=8),
     # There is enough for two rings, or just not.
     Sizes(132, 64, 132, 132),
     Sizes(132, 63, 132, 132),
@@ -152,6 +192,14 @@ SIZES = [
     Sizes(10, 444, 18, 18),
     Sizes(150, 1200, 96, 96),
     Sizes(150, 1199, 96, 96),
+    # With one, and tiles of 64 keys.
+    Sizes(132, 800, 132, 132),
+    Sizes(132, 799, 132, 132),
+    Sizes(132, 2640, 40, 40),
+    Sizes(132, 2639, 40, 40),
+    Sizes(132, 1200, 8, 8),
+    Sizes(10, 889, 9, 9),  # as many parts
+    Sizes(10, 888, 9, 9),
     # No more than there are tiles.
     Sizes(132, 3),
     Sizes(20, 4, 3, 3),
@@ -169,6 +217,8 @@ SIZES = [
     # More tiles than 32 bits can count, and all that they can.
     Sizes(144, MOST_TILES),
     Sizes(150, MOST_TILES, 256, 256),
+    Sizes(150, MOST_TILES, 257, 257),
+    Sizes(150, 2**25 - 2, 129, 129),  # whole work tiles, although there is none for some blocks
     Sizes(150, MOST_TILES, 289, 289),
     Sizes(150, MOST_TILES, 17, 17, 17),
     # Work tiles of several batches, key heads and tiles of rows.
@@ -190,6 +240,11 @@ SIZES = [
 ]
 
 
+def sizes_of(kind: Kind) -> list[Sizes]:
+    its = [replace(x, tile_rows=kind.tile_rows, tile_keys=kind.tile_keys) for x in SIZES]
+    return [sizes for sizes in its if sizes.seq_k < 2**31]
+
+
 @dataclass(frozen=True)
 class Sharing:
     rings: int  # of a block that have a share
@@ -199,7 +254,7 @@ class Sharing:
 
 
 def expected_sharing(sizes: Sizes, max_rings: int) -> Sharing:
-    """As the step says it does, by counting what is idle and how long shares are."""
+    """As the steps say they do, by counting what is idle and how long shares are."""
     works, shares, rings = len(sizes.work_tiles), min(sizes.blocks, MAX_BLOCKS), 1
     all_tiles = works * sizes.tiles
 
@@ -209,8 +264,8 @@ def expected_sharing(sizes: Sizes, max_rings: int) -> Sharing:
 
     if is_even(max_rings * shares) or all_tiles >= RING_SHARE * max_rings * shares:
         rings, shares = max_rings, max_rings * shares
-    is_long = all_tiles >= LONG_SHARE * shares
-    share_keys = sizes.rows > TILE_ROWS  # row tiles of a head of keys
+    is_long = all_tiles * sizes.tile_keys >= LONG_SHARE * shares
+    share_keys = sizes.rows > sizes.tile_rows  # row tiles of a head of keys
     if all_tiles >= 2**32 or (is_even(shares) and (share_keys or not is_long)):
         return Sharing(rings, shares, is_whole=True)
     parts = shares // works
@@ -248,12 +303,11 @@ def expected_segments(sizes: Sizes, sharing: Sharing) -> list[tuple[int, int, in
 MOST_SEGMENTS = 20
 WIDTH = 6 + 7 * MOST_SEGMENTS
 SCHEDULE = f"""
-    const Schedule schedule(shape, gridDim.x);
-    for (uint32_t ring = 0; ring < MAX_RINGS; ++ring) {{
-        const Share share(schedule, ring);
+    for (uint32_t ring = 0; ring < MOST_RINGS; ++ring) {{
+        const Share share = share_of(ring);
         const bool merges = share.has_parts_to_merge();
-        float* to = p.lse + {WIDTH} * (MAX_RINGS * block + ring);
-        *to++ = schedule.rings, *to++ = schedule.is_whole;
+        float* to = p.lse + {WIDTH} * (MOST_RINGS * block + ring);
+        *to++ = used_rings, *to++ = schedule.is_whole;
         *to++ = share.index, *to++ = share.count, *to++ = merges;
         *to++ = merges ? schedule.first_share(share.first_work) : 0;
         for (uint32_t i = 0; i < share.count && i < {MOST_SEGMENTS}; ++i) {{
@@ -266,9 +320,9 @@ SCHEDULE = f"""
 """
 
 
-@pytest.fixture(scope="module")
-def schedule(tmp_path_factory):
-    return write_schedule(tmp_path_factory.mktemp("schedule"), STEP, SCHEDULE, SIZES)
+def write_kind(folder: Path, step: Step, kind: Kind) -> Step:
+    body = f"    const Schedule schedule(shape, gridDim.x);{kind.asks}{SCHEDULE}"
+    return write_schedule(folder, step, body, sizes_of(kind))
 
 
 @dataclass(frozen=True)
@@ -283,27 +337,38 @@ class Segment:
     is_whole: bool
 
 
-@pytest.mark.parametrize("head_dim", MAX_RINGS)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_shares(schedule, sizes, head_dim):
-    check_shares(schedule, sizes, head_dim)
+@pytest.fixture(scope="module")
+def schedule_of(tmp_path_factory) -> Callable[[Kind], Step]:
+    return cache(
+        lambda kind: write_kind(tmp_path_factory.mktemp("schedule"), find_step(kind.step), kind)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [(kind, sizes) for kind in KINDS for sizes in sizes_of(kind)], ids=str
+)
+def test_shares(schedule_of, kind, sizes):
+    check_shares(schedule_of(kind), kind, sizes)
 
 
 def check_schedule(step: Step) -> None:
-    with TemporaryDirectory() as folder:
-        schedule = write_schedule(Path(folder), step, SCHEDULE, SIZES)
-        for head_dim in MAX_RINGS:
-            for sizes in SIZES:
-                check_shares(schedule, sizes, head_dim)
+    """Of a step, or of a mutant of it."""
+    for kind in KINDS:
+        if step.name.startswith(kind.step):
+            with TemporaryDirectory() as folder:
+                schedule = write_kind(Path(folder), step, kind)
+                for sizes in sizes_of(kind):
+                    check_shares(schedule, kind, sizes)
 
 
-def check_shares(schedule: Step, sizes: Sizes, head_dim: int) -> None:
-    max_rings = MAX_RINGS[head_dim]
+def check_shares(schedule: Step, kind: Kind, sizes: Sizes) -> None:
+    max_rings = kind.max_rings
     sharing = expected_sharing(sizes, max_rings)
     work_tiles = sizes.work_tiles
     found: list[Segment] = []
     merges = {}  # share: the first one that has a part
-    blocks = ask_schedule(schedule, sizes, SIZES.index(sizes), max_rings * WIDTH, head_dim)
+    scenario = sizes_of(kind).index(sizes)
+    blocks = ask_schedule(schedule, sizes, scenario, max_rings * WIDTH, kind.head_dim)
     for block, of_rings in enumerate(blocks):
         for ring in range(max_rings):
             rings, is_whole, share, count, has_parts, first_share, *numbers = of_rings[

@@ -1,0 +1,158 @@
+"""v20's calls with many parts, and how it divides. test_last_block.py has how it shares keys out.
+
+On the checker's few multiprocessors a work tile has few parts. Calls with many are here, with the
+mutants that only these and the tests of shares and of quotients reject: verify/mutants/own_keys.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from common.catalog import find_step
+from common.paths import ROOT
+from common.problem import Shape
+from common.step import Step
+from verify.case import Case
+from verify.inputs import graded, rising_logits, walks
+from verify.layouts import packed, padded, transposed
+from verify.tests.more_multiprocessors import (
+    Call,
+    ask_schedule,
+    check_applies,
+    check_call,
+    check_rejected,
+    choose,
+    write_beside,
+)
+from verify.tests.test_last_block import Sizes, check_schedule
+
+STEP = find_step("v20")
+BF16, FP16 = torch.bfloat16, torch.float16
+
+# ---- divisions
+
+# Small ones, powers of two and what is next to them, powers of other primes, and large ones.
+DIVISORS = sorted(
+    {
+        *range(1, 300),
+        *(2**n + more for n in range(9, 32) for more in (-1, 0, 1)),
+        *(3**n for n in range(6, 20)),
+        *(5**n + more for n in range(5, 14) for more in (-2, 2)),
+        *(999983, 0x2AAAAAAB, 0x55555555, 2**31 - 19),
+    }
+)
+# Each block has one, and leaves how many quotients of it are wrong.
+DIVISIONS = f"""
+    constexpr uint32_t DIVISORS[] = {{{", ".join(f"{divisor}u" for divisor in DIVISORS)}}};
+    if (t > 0) return;
+    const uint32_t by = DIVISORS[block];
+    const Divisor divisor(by);
+    uint32_t wrong = divisor.value != by;
+    const auto divide = [&](uint32_t n) {{ wrong += divisor.divide(n) != n / by; }};
+    // A multiple, and the numbers before and after it. These may begin again at 0 or at 2^32 - 1.
+    const auto divide_at = [&](uint32_t multiple) {{
+        for (uint32_t n = multiple - 2; n != multiple + 3; ++n) divide(n);
+    }};
+    const uint32_t most = UINT32_MAX / by;
+    for (uint32_t i = 0; i <= min(most, 100); ++i) divide_at(i * by), divide_at((most - i) * by);
+    divide(UINT32_MAX);
+    uint32_t random = 1;
+    for (int i = 0; i < 2000; ++i) {{
+        random = random * 1664525 + 1013904223;
+        divide(random), divide(random >> i % 32), divide_at(random % most * by);
+    }}
+    p.lse[block] = wrong;
+"""
+
+
+def check_divisor(step: Step) -> None:
+    with TemporaryDirectory() as folder:
+        division = write_beside(Path(folder), step, "division", DIVISIONS)
+        wrong = ask_schedule(division, Sizes(len(DIVISORS), 1), 0, 1)
+    assert wrong == [[0]] * len(DIVISORS)
+
+
+def test_quotients():
+    check_divisor(STEP)
+
+
+# ---- calls
+
+
+CALLS = {
+    call.case.name: call
+    for call in (
+        # 20 parts of a row, in three rounds of the merge, and m that rises with each, or falls.
+        Call(Case("rising", Shape(1, 1, 1, 11, 2500, 64), BF16, inputs=rising_logits), 20),
+        Call(Case("falling", Shape(1, 1, 1, 11, 2500, 64), BF16, inputs=walks(-40, -5, 250)), 20),
+        Call(Case("rising_256", Shape(1, 1, 1, 7, 1250, 256), FP16, inputs=rising_logits), 20),
+        # 40 parts: more signals than a warp has lanes, and 8 lanes for the same columns.
+        Call(Case("eight_lanes", Shape(1, 3, 1, 1, 5100, 8), FP16, inputs=walks(2, 25)), 40),
+        Call(
+            Case("eight_lanes_graded", Shape(1, 3, 1, 1, 5100, 8), BF16, inputs=graded(60, 60)), 40
+        ),
+        # 144 parts, and all lanes of a warp for the same columns.
+        Call(Case("all_lanes", Shape(1, 1, 1, 1, 18400, 8), BF16, inputs=walks(2, 25)), 144),
+        # Fewer lanes than there are parts for: in rounds, and warps that have no whole rows.
+        Call(Case("two_lanes", Shape(1, 8, 1, 1, 5100, 64), BF16, inputs=rising_logits), 40),
+        Call(Case("four_lanes", Shape(1, 5, 1, 1, 5100, 40), BF16, inputs=walks(2, 25)), 40),
+        Call(Case("lanes_136", Shape(1, 2, 1, 1, 2500, 136), FP16, inputs=walks(2, 25)), 40),
+        # As many parts as there is room for, on more multiprocessors.
+        Call(Case("most_parts", Shape(1, 1, 1, 2, 9250, 72), BF16), 150),
+        # Whole work tiles on more multiprocessors, in two rounds.
+        Call(Case("most_blocks", Shape(1, 288, 288, 1, 100, 8), BF16), 150),
+        # 9 parts each of 4 work tiles, of key heads and batches; one block has none.
+        Call(
+            Case(
+                "groups",
+                Shape(2, 6, 2, 5, 1100, 64),
+                BF16,
+                layouts=(transposed, padded, packed, padded),
+            ),
+            37,
+        ),
+        # 6 parts each of 3 work tiles, all but one of two tiles.
+        Call(Case("uneven", Shape(1, 3, 3, 13, 1400, 64), BF16, inputs=walks(2, 25)), 20),
+        Call(Case("uneven_heads", Shape(2, 4, 2, 20, 650, 256), FP16), 50),
+        # As many parts of a work tile as there are tiles, and blocks that have none.
+        Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 11),
+        # Whole work tiles, one each, would leave too many idle: equal shares, one without a tile.
+        Call(Case("spare_blocks", Shape(1, 8, 4, 1, 100, 8), BF16), 5),
+        # 14 shares of 3 work tiles, not as many of each: most blocks go on, or merge, or both.
+        Call(Case("unequal", Shape(1, 3, 3, 13, 1400, 64), BF16, inputs=walks(2, 25)), 14),
+        Call(Case("unequal_heads", Shape(2, 4, 2, 20, 700, 64), FP16), 17),
+        # The first rows see no key, and the next ones not those of the last parts.
+        Call(Case("hidden_parts", Shape(1, 1, 1, 150, 140, 72), BF16, causal=True), 30),
+    )
+}
+
+
+def test_call(name):
+    result = check_call(STEP, CALLS[name])
+    assert result.passed, str(result)
+
+
+# ---- with one thing wrong
+
+
+# Their cases are the calls above, and the tests of all shares and all quotients.
+TESTS = {"schedule": check_schedule, "divisor": check_divisor}
+MUTANTS = sorted((ROOT / "verify" / "mutants" / "own_keys").glob("*.patch"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function in (test_call, test_rejected):
+        choose(metafunc, MUTANTS, CALLS)
+
+
+def test_every_patch_applies():
+    for path in MUTANTS:
+        check_applies(path, CALLS, TESTS)
+
+
+def test_rejected(path, monkeypatch):
+    check_rejected(path, CALLS, TESTS, monkeypatch)
