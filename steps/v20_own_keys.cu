@@ -3,10 +3,12 @@
 // taken: only for few rows; of more, another row tile would read the same keys again
 // change: from v18. wgmma multiplies 64 rows at least, by four warps; mma.sync of v06 multiplies 16, by
 //     one. Each warp has a quarter of a tile's keys to itself, with m, l and O of its own, and waits for
-//     nobody else until the work tile ends. Then all merge what they have found, as blocks merge parts
-// why: v18 holds a tile for 1020 of the 1700 cycles that its bytes take to arrive, with up to 32 rows of
-//     64 columns, and meanwhile nothing else arrives in its place. A kernel that only reads is 1.4 to 2 %
-//     faster, with many keys. Predicted: as much
+//     nobody else until the work tile ends. Then all merge what they have found, as blocks merge parts.
+//     So a work tile has 16 rows, and one ring of more stages, 64 KB of which are under way, is enough.
+//     The first copies wait for no other warp, and work tiles are found without divisions
+// why: v18 computes with a tile for 1020 of the 1700 cycles that its bytes take to arrive, with up to 32
+//     rows of 64 columns, and its second ring hides that in part. A kernel that only reads is 1.4 % faster
+//     with many keys. Predicted: as much
 // repeats: all bits on as many multiprocessors; their number decides where the keys are cut
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
 #include "copy.cuh"
@@ -17,7 +19,7 @@
 
 constexpr int COMPUTING = 4;                        // warps
 constexpr int PRODUCER_WARP = COMPUTING;            // starts the copies of K and V
-constexpr int NUM_THREADS = 256;                    // all of them merge
+constexpr int NUM_THREADS = 256;                    // all of them merge the parts of blocks
 constexpr int TILE_ROWS = 16;                       // rows of a work tile, and of a product
 constexpr int BLOCK_N = HEAD_DIM <= 64 ? 128 : 64;  // keys of a tile
 constexpr int WARP_N = BLOCK_N / COMPUTING;         // of those, a warp's
@@ -30,14 +32,15 @@ constexpr int Q_STAGES = 2;           // work tiles whose Q is there
 constexpr int PANEL = 64;             // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
-// With more columns a warp has no registers for all of Q beside O, and loads it again for each tile.
+// With 256 columns a warp has no registers for all of Q beside O, and loads it again for each tile.
 constexpr bool Q_IN_REGISTERS = DIM <= 128;
 
 // Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
-// Copies that are under way at a time: with more than 64 KB of each SM, DRAM gets slower.
-constexpr int UNDER_WAY = 65536 / sizeof(Tile<BLOCK_N>);
+// Copies that are under way at a time: with more than 64 KB of each SM, DRAM gets slower. Who copies waits
+// for the phase of an earlier one, so that stage must not have been filled again.
+constexpr int UNDER_WAY = (65536 - 1) / sizeof(Tile<BLOCK_N>) + 1;
 static_assert(UNDER_WAY < 2 * NUM_STAGES);
 
 // What has been found in some keys of a work tile: O = sum P V, m and l, P = 2^(S - m).
@@ -46,8 +49,8 @@ struct Found {
     float o[TILE_ROWS][COLUMNS];
     float row_max[TILE_ROWS], row_sum[TILE_ROWS];
 };
-// By a warp. The rows of O begin in other banks of shared memory.
-using WarpPart = Found<HEAD_DIM + 8>;
+// By a warp. A row of O begins 8 banks of shared memory, or 24, after the one before.
+using WarpPart = Found<DIM + 8>;
 // By a block.
 struct alignas(128) Part : Found<HEAD_DIM> {
     Signal ready;  // for the block that merges it
@@ -58,8 +61,8 @@ enum PartKind { ENDS, GOES_ON };
 struct Parts {
     Part part[2];
 };
-// From so many keys in a share on, shares that are all equal are worth merging.
-constexpr int LONG_SHARE = 51200 / BLOCK_N;
+// From so many tiles of keys in a share on, 13 MB of K and V, shares that are all equal are worth merging.
+constexpr int LONG_SHARE = 400 * 16384 / sizeof(Tile<BLOCK_N>);
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
 constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
 constexpr int MERGED_AT_ONCE = 8;           // and of so many parts at a time
@@ -79,8 +82,9 @@ struct Merge {
     uint32_t first_share, last_share;  // whose parts these are; one share has nothing to merge
 };
 
-// Where a row of O begins, and its lse.
+// Where a row of Q and of O begins, and its lse.
 struct RowPlace {
+    const Element* q;
     Element* o;
     float* lse;
 };
@@ -113,13 +117,14 @@ __constant__ LaunchDescriptor launch_descriptor = {
 __constant__ int32_t l2_fetch_bytes = HEAD_DIM % (2 * PANEL) == 0 ? 256 : 128;
 }
 
-// Divides by a number that is known early: by a multiplication, where a division takes 100 cycles.
+// Divides by a number that is known early: by a multiplication, where a division takes 100 cycles. Each
+// work tile begins with some.
 struct Divisor {
     uint32_t value, inverse;
 
     __device__ explicit Divisor(uint32_t divisor) : value(divisor), inverse(UINT32_MAX / divisor) {}
     __device__ uint32_t divide(uint32_t n) const {
-        const uint32_t quotient = uint64_t(n) * inverse >> 32;  // or one more
+        const uint32_t quotient = uint64_t(n) * inverse >> 32;  // it, or one less
         return quotient + (n - quotient * value >= value);
     }
 };
@@ -130,8 +135,9 @@ struct Divisor {
 struct Schedule {
     const AttentionParams& p;
     Divisor blocks, kv_heads, tiles;  // tiles: of keys, of each work tile
-    Divisor group, row_tiles;         // heads, and work tiles, of a key head
+    Divisor group;                    // heads of a key head
     int rows;                         // of a key head: the queries of its heads
+    Divisor row_tiles;                // work tiles of a key head
     uint32_t works;                   // work tiles
     uint32_t shares;                  // of all blocks
     bool is_whole;                    // a share is of whole work tiles
@@ -142,10 +148,10 @@ struct Schedule {
         : p(params),
           blocks(min(grid, MAX_BLOCKS)),
           kv_heads(p.kv_heads),
-          tiles((p.seq_k + BLOCK_N - 1) / BLOCK_N),
+          tiles((p.seq_k - 1) / BLOCK_N + 1),
           group(kv_heads.divide(p.heads)),
-          row_tiles((group.value * p.seq_q - 1) / TILE_ROWS + 1),
           rows(group.value * p.seq_q),
+          row_tiles((rows - 1) / TILE_ROWS + 1),
           works(uint32_t(p.batch) * p.kv_heads * row_tiles.value),
           shares(blocks.value) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
@@ -157,7 +163,7 @@ struct Schedule {
         // But row tiles that share keys stay whole: neighbours then read these from L2 together.
         is_whole = (is_even && !(is_long && row_tiles.value == 1)) || all_tiles > UINT32_MAX;
         if (is_whole) return;
-        parts = works > shares ? 0 : shares / works;
+        parts = shares / works;
         if (10 * works * parts < 9 * shares || is_long) parts = 0;
         if (parts > 0) {
             parts = min(parts, tiles.value);
@@ -183,13 +189,15 @@ struct Schedule {
     // The keys that a row sees. Causal: query i sees j <= i + seq_k - seq_q.
     __device__ int visible_keys(int row) const {
         const int query = group.divide(row);
-        return CAUSAL ? max(0, min(p.seq_k, query + p.seq_k - p.seq_q + 1)) : p.seq_k;
+        return CAUSAL ? max(0, query - p.seq_q + p.seq_k + 1) : p.seq_k;
     }
 
     __device__ RowPlace place(const Segment& segment, int row) const {
         const int query = group.divide(row);
         const int head = segment.kv_head * group.value + row - query * group.value;
-        return {p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head +
+        return {p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
+                    query * p.q_stride.row,
+                p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head +
                     query * p.o_stride.row,
                 p.lse + (int64_t(segment.batch) * p.heads + head) * p.seq_q + query};
     }
@@ -206,8 +214,7 @@ struct Share {
     __device__ explicit Share(const Schedule& s) : schedule(s), index(blockIdx.x) {
         if (s.is_whole) {
             first_work = index, stride = s.shares;
-            if (index < min(s.shares, s.works))
-                count = s.shares == s.works ? 1 : s.blocks.divide(s.works - 1 - index) + 1;
+            if (index < min(s.shares, s.works)) count = s.blocks.divide(s.works - 1 - index) + 1;
         } else if (index < s.shares) {
             begin = s.cut(index), end = s.cut(index + 1);
             first_work = s.tiles.divide(begin);
@@ -240,7 +247,8 @@ struct Share {
         segment.kv_head = head_of_keys - segment.batch * s.kv_heads.value;
         // Nothing is loaded that no row sees.
         const int last_row = min(segment.first_row + TILE_ROWS, s.rows) - 1;
-        segment.end = min(segment.end, (s.visible_keys(last_row) + BLOCK_N - 1) / BLOCK_N);
+        const uint32_t keys = s.visible_keys(last_row);
+        segment.end = min(segment.end, (keys + BLOCK_N - 1) / BLOCK_N);
         return segment;
     }
 };
@@ -276,15 +284,11 @@ __device__ void load_q(const AttentionParams& p, const Share& share, uint32_t i,
     const Segment segment = share.at(i);
     const int stage = i % Q_STAGES, rows = min(TILE_ROWS, schedule.rows - segment.first_row);
     for (int n = threadIdx.x; n < rows * CHUNKS; n += 32 * COMPUTING) {
-        const int local = n / CHUNKS, d = n % CHUNKS * VEC, row = segment.first_row + local;
-        const int query = schedule.group.divide(row);
-        const int head =
-            segment.kv_head * schedule.group.value + row - query * schedule.group.value;
-        const Element* q = p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
-                           query * p.q_stride.row + d;
+        const int local = n / CHUNKS, d = n % CHUNKS * VEC;
+        const RowPlace place = schedule.place(segment, segment.first_row + local);
         const bool valid = d < HEAD_DIM;
-        cp_async_cg(swizzled(smem.q[stage], local, d), valid ? q : p.q, valid);
-        if (d == 0) smem.places[stage][local] = schedule.place(segment, row);
+        cp_async_cg(swizzled(smem.q[stage], local, d), valid ? place.q + d : p.q, valid);
+        if (d == 0) smem.places[stage][local] = place;
     }
     cp_async_commit_group();
 }
@@ -321,11 +325,11 @@ __device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemo
     }
 }
 
-// Of one row, four columns of O, m and l, of several parts.
+// Four columns of a row's O, its m and l, merged from several parts.
 struct Merged {
     float row_max = -INFINITY, row_sum = 0.0f, o[4] = {};
 
-    // The parts' m is at most new_max, and so is what has been merged.
+    // Before parts are added: new_max is at least the m of each, and of what has been merged.
     __device__ void raise(float new_max) {
         const float rescale = ex2_approx_ftz(row_max - shift_of(new_max));
         row_max = new_max;
@@ -344,8 +348,7 @@ struct Merged {
         const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
         store_float4(place.o + d,
                      make_float4(o[0] * inverse, o[1] * inverse, o[2] * inverse, o[3] * inverse));
-        if (d == 0)
-            *place.lse = row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
+        if (d == 0) *place.lse = (row_max + lg2_approx_ftz(row_sum)) * LN_2;
     }
     // Where no key is visible yet all S are -inf, and -inf + inf is NaN.
     static __device__ float shift_of(float max) { return max == -INFINITY ? 0.0f : max; }
@@ -408,8 +411,8 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             // ---- online softmax: P = 2^(S - m)
             float tile_scale = scale_log2;
             const int k_start = tile * BLOCK_N + WARP_N * warp;
-            // With a scale of 0 or less the largest S is not the largest logit, and 0 * -inf is NaN.
-            if (k_start + WARP_N > schedule.visible_keys(segment.first_row) || scale_log2 <= 0.0f) {
+            // Not every row sees all of these keys. Or the largest S is not the largest logit.
+            if (k_start + WARP_N > schedule.visible_keys(segment.first_row) || scale_log2 < 0.0f) {
                 tile_scale = 1.0f;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -469,16 +472,16 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
 
         // ---- leave what this warp has found
         WarpPart& found = smem.parts[warp];
+        const float sums[2] = {quad_sum(row_sum[0]), quad_sum(row_sum[1])};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int local = 8 * r + lane / 4;
-            const float sum = quad_sum(row_sum[r]);
             if (segment.first_row + local >= schedule.rows) continue;
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 8; ++n)
                 *reinterpret_cast<float2*>(&found.o[local][8 * n + 2 * (lane % 4)]) =
                     float2{o_acc[n][2 * r], o_acc[n][2 * r + 1]};
-            if (lane % 4 == 0) found.row_max[local] = row_max[r], found.row_sum[local] = sum;
+            if (lane % 4 == 0) found.row_max[local] = row_max[r], found.row_sum[local] = sums[r];
         }
         bar_sync(PART_BARRIER, 32 * COMPUTING);
         // ---- merge what the warps have found: O and lse, or a part of them
@@ -497,8 +500,8 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
                 merged.write(smem.places[i % Q_STAGES][local], d);
                 continue;
             }
-            const float (&o)[4] = merged.o;
-            store_float4(&part.o[local][d], make_float4(o[0], o[1], o[2], o[3]));
+            store_float4(&part.o[local][d],
+                         make_float4(merged.o[0], merged.o[1], merged.o[2], merged.o[3]));
             if (d == 0) part.row_max[local] = merged.row_max, part.row_sum[local] = merged.row_sum;
         }
         if (segment.kind == GOES_ON) {
@@ -566,18 +569,17 @@ __device__ void await_parts(const AttentionParams& p, const Share& share, Merge&
 // ---- merge the parts. By all threads
 __device__ void merge(const AttentionParams& p, const Schedule& schedule, SharedMemory& smem) {
     __syncthreads();  // all parts are there, and this block's, too
-    const Merge& merge = smem.merge;
-    if (merge.first_share == merge.last_share) return;
-    const uint32_t rows = min(TILE_ROWS, schedule.rows - merge.segment.first_row);
+    const Merge& of = smem.merge;
+    if (of.first_share == of.last_share) return;
+    const uint32_t rows = min(TILE_ROWS, schedule.rows - of.segment.first_row);
     const uint32_t chunks = rows * MERGE_CHUNKS;
-    const uint32_t num_parts = merge.last_share - merge.first_share + 1;
+    const uint32_t num_parts = of.last_share - of.first_share + 1;
     // So many lanes that each loads all of its parts at once, unless there are not so many threads.
     uint32_t lanes = 1;
-    while (lanes < 32 && MERGED_AT_ONCE * lanes < num_parts && 2 * lanes * chunks <= NUM_THREADS)
-        lanes *= 2;
+    while (MERGED_AT_ONCE * lanes < num_parts && 2 * lanes * chunks <= NUM_THREADS) lanes *= 2;
     for (uint32_t warp = threadIdx.x / 32; 32 * warp < chunks * lanes; warp += NUM_THREADS / 32) {
         const uint32_t chunk = (32 * warp + threadIdx.x % 32) / lanes;
-        merge_chunk(p, schedule, merge, chunk / MERGE_CHUNKS, chunk % MERGE_CHUNKS * 4, lanes,
+        merge_chunk(p, schedule, of, chunk / MERGE_CHUNKS, chunk % MERGE_CHUNKS * 4, lanes,
                     chunk < chunks);
     }
 }

@@ -40,7 +40,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 # ---- which tiles are whose, and who merges
 
 MAX_BLOCKS = 144
-LONG_SHARE = 51200  # keys: shares of so many are all equal, however many parts this makes
 RING_SHARE = 32  # tiles: shares for two rings have as many
 MOST_TILES = 2**24 - 1  # of 128 keys, of a seq_k of 32 bits; floats count no more, one by one
 
@@ -65,6 +64,7 @@ class Kind:
     tile_rows: int  # of a work tile
     tile_keys: int
     max_rings: int  # of a block
+    long_share: int  # tiles: shares of so many are all equal, however many parts this makes
     asks: str
 
     def __str__(self) -> str:
@@ -72,10 +72,11 @@ class Kind:
 
 
 KINDS = (
-    Kind("v18", 64, 32, 128, 2, RINGS),
-    Kind("v18", 72, 32, 128, 1, RINGS),
-    Kind("v20", 64, 16, 128, 1, NO_RINGS),
-    Kind("v20", 72, 16, 64, 1, NO_RINGS),
+    Kind("v18", 64, 32, 128, 2, 400, RINGS),
+    Kind("v18", 72, 32, 128, 1, 400, RINGS),
+    Kind("v20", 64, 16, 128, 1, 400, NO_RINGS),
+    Kind("v20", 72, 16, 64, 1, 400, NO_RINGS),
+    Kind("v20", 136, 16, 64, 1, 266, NO_RINGS),
 )
 
 
@@ -192,14 +193,13 @@ SIZES = [
     Sizes(10, 444, 18, 18),
     Sizes(150, 1200, 96, 96),
     Sizes(150, 1199, 96, 96),
-    # With one, and tiles of 64 keys.
-    Sizes(132, 800, 132, 132),
-    Sizes(132, 799, 132, 132),
-    Sizes(132, 2640, 40, 40),
-    Sizes(132, 2639, 40, 40),
-    Sizes(132, 1200, 8, 8),
-    Sizes(10, 889, 9, 9),  # as many parts
-    Sizes(10, 888, 9, 9),
+    # With one, where 266 tiles are long.
+    Sizes(132, 266, 132, 132),
+    Sizes(132, 265, 132, 132),
+    Sizes(132, 878, 40, 40),
+    Sizes(132, 877, 40, 40),
+    Sizes(10, 296, 9, 9),  # as many parts
+    Sizes(10, 295, 9, 9),
     # No more than there are tiles.
     Sizes(132, 3),
     Sizes(20, 4, 3, 3),
@@ -253,9 +253,10 @@ class Sharing:
     is_whole: bool = False  # whole work tiles in turn; or else all are as long, or one tile longer
 
 
-def expected_sharing(sizes: Sizes, max_rings: int) -> Sharing:
+def expected_sharing(sizes: Sizes, kind: Kind) -> Sharing:
     """As the steps say they do, by counting what is idle and how long shares are."""
     works, shares, rings = len(sizes.work_tiles), min(sizes.blocks, MAX_BLOCKS), 1
+    max_rings = kind.max_rings
     all_tiles = works * sizes.tiles
 
     def is_even(shares: int) -> bool:
@@ -264,7 +265,7 @@ def expected_sharing(sizes: Sizes, max_rings: int) -> Sharing:
 
     if is_even(max_rings * shares) or all_tiles >= RING_SHARE * max_rings * shares:
         rings, shares = max_rings, max_rings * shares
-    is_long = all_tiles * sizes.tile_keys >= LONG_SHARE * shares
+    is_long = all_tiles >= kind.long_share * shares
     share_keys = sizes.rows > sizes.tile_rows  # row tiles of a head of keys
     if all_tiles >= 2**32 or (is_even(shares) and (share_keys or not is_long)):
         return Sharing(rings, shares, is_whole=True)
@@ -363,7 +364,7 @@ def check_schedule(step: Step) -> None:
 
 def check_shares(schedule: Step, kind: Kind, sizes: Sizes) -> None:
     max_rings = kind.max_rings
-    sharing = expected_sharing(sizes, max_rings)
+    sharing = expected_sharing(sizes, kind)
     work_tiles = sizes.work_tiles
     found: list[Segment] = []
     merges = {}  # share: the first one that has a part

@@ -127,6 +127,11 @@ CALLS = {
         Call(Case("unequal_heads", Shape(2, 4, 2, 20, 700, 64), FP16), 17),
         # The first rows see no key, and the next ones not those of the last parts.
         Call(Case("hidden_parts", Shape(1, 1, 1, 150, 140, 72), BF16, causal=True), 30),
+        # Parts of work tiles none of whose rows sees a key, which are merged, too.
+        Call(Case("hidden_works", Shape(1, 1, 1, 128, 65, 128), BF16, causal=True), 5),
+        Call(Case("hidden_works_64", Shape(1, 1, 1, 256, 135, 64), BF16, causal=True), 3),
+        # One whole work tile, and blocks that have no share.
+        Call(Case("one_work", Shape(1, 4, 1, 1, 40, 64), BF16), 5),
     )
 }
 
