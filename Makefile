@@ -123,10 +123,8 @@ worklog: $(READY)  ## write tables, numbers and plots from profiles/; CHECK=1: f
 page: $(READY)  ## write docs/index.html, the worklog told by scrolling, and what make worklog writes
 	$(PY) -m common page
 
-# One more than there are cores: some tests wait for a browser, for pip or for time-outs.
-WORKERS = $(shell $(PY) -c 'import os; print(os.cpu_count() + 1)')
 test: $(READY)  ## pytest, with a 48th of the mutants and experiments, another one with each commit; MUTANTS=all: with all; MUTANTS=3: sample 3
-	$(PY) -m pytest --mutants=$(or $(MUTANTS),sample) $(if $(PYTHON),,-n $(WORKERS) --dist worksteal)
+	$(PY) -m pytest --mutants=$(or $(MUTANTS),sample) $(if $(PYTHON),,-n auto --dist worksteal)
 
 # What neither we nor the shim have is switched off; of a cache, only one without pages or padding is tested.
 fa3-tests: $(READY)  ## on a GPU: FlashAttention-3's own tests on attention(); HOPPER=path/to/flash-attention/hopper K="varlen and 128"
