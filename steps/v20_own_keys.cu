@@ -1,11 +1,12 @@
 // v20 -- warps with keys of their own: products of 16 rows, which a warp computes alone
-// draft: it is to be for few rows, and beside the other steps it has not been recorded yet
-// taken: only for few rows; of more, another row tile would read the same keys again
+// taken: only for the fewest rows; of more, another row tile would read the same keys again
 // change: from v18. wgmma multiplies 64 rows at least, by four warps; mma.sync of v06 multiplies 16, by
 //     one. Each warp has a quarter of a tile's keys to itself, with m, l and O of its own, and waits for
 //     nobody else until the work tile ends. Then all merge what they have found, as blocks merge parts.
 //     So a work tile has 16 rows, and one ring of more stages, 64 KB of which are under way, is enough.
-//     The first copies wait for no other warp, and work tiles are found without divisions
+//     The first copies wait for no other warp, and work tiles are found without divisions. Where the last
+//     round of work tiles would leave many blocks idle, or for long, it is cut into equal shares, which come
+//     first: warps that do not compute merge them meanwhile
 // why: v18 computes with a tile for 1020 of the 1700 cycles that its bytes take to arrive, with up to 32
 //     rows of 64 columns, and its second ring hides that in part. A kernel that only reads is 1.4 % faster
 //     with many keys. Predicted: as much
@@ -19,7 +20,8 @@
 
 constexpr int COMPUTING = 4;                        // warps
 constexpr int PRODUCER_WARP = COMPUTING;            // starts the copies of K and V
-constexpr int NUM_THREADS = 256;                    // all of them merge the parts of blocks
+constexpr int MERGING_WARP = PRODUCER_WARP + 1;     // the first of those that only merge
+constexpr int NUM_THREADS = 256;                    // all of them merge where nothing else is left
 constexpr int TILE_ROWS = 16;                       // rows of a work tile, and of a product
 constexpr int BLOCK_N = HEAD_DIM <= 64 ? 128 : 64;  // keys of a tile
 constexpr int WARP_N = BLOCK_N / COMPUTING;         // of those, a warp's
@@ -28,6 +30,7 @@ constexpr int NUM_STAGES = HEAD_DIM <= 64    ? 3    // tiles of K, and of V, in 
                                              : 2;
 constexpr int MBARRIERS_BARRIER = 1;  // of the warps that compute and the one that copies
 constexpr int PART_BARRIER = 2;       // of those that compute
+constexpr int OWN_PART_BARRIER = 3;   // of those, and of the ones that only merge
 constexpr int Q_STAGES = 2;           // work tiles whose Q is there
 constexpr int PANEL = 64;             // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
@@ -55,14 +58,15 @@ using WarpPart = Found<DIM + 8>;
 struct alignas(128) Part : Found<HEAD_DIM> {
     Signal ready;  // for the block that merges it
 };
-// A share leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
+// A share leaves at most one part of a work tile whose last keys it has, and one of the last that is cut,
 // which goes on in the next share.
 enum PartKind { ENDS, GOES_ON };
 struct Parts {
     Part part[2];
 };
-// From so many tiles of keys in a share on, 13 MB of K and V, shares that are all equal are worth merging.
-constexpr int LONG_SHARE = 400 * 16384 / sizeof(Tile<BLOCK_N>);
+// From so many tiles of keys in a share on, equal shares are worth merging even where others would keep nine
+// tenths of the blocks busy: where whole work tiles follow, and where not.
+constexpr int REST_SHARE = 40, LONG_SHARE = 400;
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
 constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
 constexpr int MERGED_AT_ONCE = 8;           // and of so many parts at a time
@@ -79,7 +83,7 @@ struct Segment {
 // What is to be merged: the parts of the work tile that a share begins with.
 struct Merge {
     Segment segment;
-    uint32_t first_share, last_share;  // whose parts these are; one share has nothing to merge
+    uint32_t first_share, last_share;  // whose parts these are
 };
 
 // Where a row of Q and of O begins, and its lse.
@@ -140,9 +144,9 @@ struct Schedule {
     Divisor row_tiles;                // work tiles of a key head
     uint32_t works;                   // work tiles
     uint32_t shares;                  // of all blocks
-    bool is_whole;                    // a share is of whole work tiles
-    uint32_t parts;          // or one of so many equal ones of a work tile, if that is not 0
-    uint32_t share, longer;  // or else of so many tiles of keys; of the first shares one more
+    uint32_t cut_works;               // so many work tiles are cut, the first ones:
+    uint32_t parts;                   // into so many equal parts each, if that is not 0
+    uint32_t share, longer;  // or else into shares of so many tiles; of the first ones one more
 
     __device__ Schedule(const AttentionParams& params, int grid)
         : p(params),
@@ -153,26 +157,30 @@ struct Schedule {
           rows(group.value * p.seq_q),
           row_tiles((rows - 1) / TILE_ROWS + 1),
           works(uint32_t(p.batch) * p.kv_heads * row_tiles.value),
-          shares(blocks.value) {
-        // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
-        // of each, where that keeps nine tenths of the blocks busy. Long shares are equal instead.
-        const uint32_t rounds = blocks.divide(works - 1) + 1;
-        const bool is_even = works >= shares && works >= 9 * (rounds * shares - works);
-        const uint64_t all_tiles = uint64_t(works) * tiles.value;
-        const bool is_long = all_tiles >= LONG_SHARE * shares;
-        // But row tiles that share keys stay whole: neighbours then read these from L2 together.
-        is_whole = (is_even && !(is_long && row_tiles.value == 1)) || all_tiles > UINT32_MAX;
-        if (is_whole) return;
-        parts = shares / works;
-        if (10 * works * parts < 9 * shares || is_long) parts = 0;
-        if (parts > 0) {
-            parts = min(parts, tiles.value);
-            is_whole = parts == 1;
-            shares = works * parts;
-            return;
+          shares(blocks.value),
+          cut_works(0),
+          parts(0) {
+        // Parts take time to write and to merge. So whole work tiles are dealt out, but for a rest of which
+        // there are not enough for all blocks.
+        const uint32_t rounds = blocks.divide(works), rest = works - rounds * shares;
+        const uint64_t rest_tiles = uint64_t(rest) * tiles.value;
+        if (rest == 0 || rest_tiles > UINT32_MAX) return;
+        if (rounds > 0) {
+            // Nor is that which keeps nine tenths of all rounds busy, and of which shares would be short.
+            if (works >= 9 * (shares - rest) && rest_tiles < REST_SHARE * shares) return;
+        } else if (rest_tiles < LONG_SHARE * shares) {
+            // As many parts of each, if these keep nine tenths of the blocks busy. With fewer tiles than
+            // that, equal shares have one or none.
+            parts = shares / rest;
+            if (parts > tiles.value || 10 * rest * parts < 9 * shares) parts = 0;
         }
-        share = blocks.divide(works * tiles.value);
-        longer = works * tiles.value - share * shares;
+        cut_works = rest;
+        if (parts > 0) {
+            shares = rest * parts;
+        } else {
+            share = blocks.divide(rest_tiles);
+            longer = rest_tiles - share * shares;
+        }
     }
 
     // Where a share begins, and the one before it ends.
@@ -203,41 +211,47 @@ struct Schedule {
     }
 };
 
-// A block's share, segment by segment.
+// A block's share, segment by segment: of work tiles that are cut, and then whole ones. While whole ones
+// are computed, the warps that do not compute merge the parts of one that is cut.
 struct Share {
     const Schedule& schedule;
     uint32_t index;
-    uint32_t begin = 0, end = 0;          // of the tiles
-    uint32_t first_work = 0, stride = 1;  // of its work tiles
-    uint32_t count = 0;
+    uint32_t begin = 0, end = 0;  // of the tiles of what is cut
+    uint32_t first_work = 0;      // of the work tiles that are cut
+    uint32_t num_cut = 0;         // segments of these
+    uint32_t count = 0;           // all segments
 
     __device__ explicit Share(const Schedule& s) : schedule(s), index(blockIdx.x) {
-        if (s.is_whole) {
-            first_work = index, stride = s.shares;
-            if (index < min(s.shares, s.works)) count = s.blocks.divide(s.works - 1 - index) + 1;
-        } else if (index < s.shares) {
-            begin = s.cut(index), end = s.cut(index + 1);
+        if (index >= s.shares) return;
+        if (s.cut_works > 0) begin = s.cut(index), end = s.cut(index + 1);
+        if (begin < end) {
             first_work = s.tiles.divide(begin);
-            count = s.tiles.divide(end - 1) - first_work + 1;
+            num_cut = s.tiles.divide(end - 1) - first_work + 1;
         }
+        const uint32_t whole = s.works - s.cut_works;
+        count = num_cut + (index < whole ? s.blocks.divide(whole - 1 - index) + 1 : 0);
     }
 
     // Whether it has the last keys of a work tile whose first ones it has not.
     __device__ bool has_parts_to_merge() const {
         const uint32_t tiles = schedule.tiles.value, left = (first_work + 1) * tiles - begin;
-        return left < tiles && left <= end - begin;
+        return num_cut > 0 && left < tiles && left <= end - begin;
     }
+    __device__ bool merges_early() const { return has_parts_to_merge() && count > num_cut; }
 
     __device__ Segment at(uint32_t i) const {
         const Schedule& s = schedule;
-        const uint32_t work = first_work + i * stride, tiles = s.tiles.value;
+        const uint32_t tiles = s.tiles.value;
+        uint32_t work;
         Segment segment;
-        if (s.is_whole) {
-            segment.first = 0, segment.end = tiles;
-        } else {
+        if (i < num_cut) {
+            work = first_work + i;
             const uint32_t before = work * tiles;
             segment.first = max(begin, before) - before;
             segment.end = min(end - before, tiles);
+        } else {
+            work = s.cut_works + index + (i - num_cut) * s.blocks.value;
+            segment.first = 0, segment.end = tiles;
         }
         segment.kind = segment.end == tiles ? ENDS : GOES_ON;
         segment.is_whole = segment.first == 0 && segment.end == tiles;
@@ -245,10 +259,11 @@ struct Share {
         segment.first_row = (work - head_of_keys * s.row_tiles.value) * TILE_ROWS;
         segment.batch = s.kv_heads.divide(head_of_keys);
         segment.kv_head = head_of_keys - segment.batch * s.kv_heads.value;
-        // Nothing is loaded that no row sees.
-        const int last_row = min(segment.first_row + TILE_ROWS, s.rows) - 1;
-        const uint32_t keys = s.visible_keys(last_row);
-        segment.end = min(segment.end, (keys + BLOCK_N - 1) / BLOCK_N);
+        if (CAUSAL) {  // nothing is loaded that no row sees
+            const int last_row = min(segment.first_row + TILE_ROWS, s.rows) - 1;
+            const uint32_t keys = s.visible_keys(last_row);
+            segment.end = min(segment.end, (keys + BLOCK_N - 1) / BLOCK_N);
+        }
         return segment;
     }
 };
@@ -283,6 +298,7 @@ __device__ void load_q(const AttentionParams& p, const Share& share, uint32_t i,
     const Schedule& schedule = share.schedule;
     const Segment segment = share.at(i);
     const int stage = i % Q_STAGES, rows = min(TILE_ROWS, schedule.rows - segment.first_row);
+#pragma unroll 1  // code is fetched from DRAM when it is first needed
     for (int n = threadIdx.x; n < rows * CHUNKS; n += 32 * COMPUTING) {
         const int local = n / CHUNKS, d = n % CHUNKS * VEC;
         const RowPlace place = schedule.place(segment, segment.first_row + local);
@@ -504,6 +520,7 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
                          make_float4(merged.o[0], merged.o[1], merged.o[2], merged.o[3]));
             if (d == 0) part.row_max[local] = merged.row_max, part.row_sum[local] = merged.row_sum;
         }
+        if (i == 0 && share.merges_early()) bar_arrive(OWN_PART_BARRIER, NUM_THREADS - 32);
         if (segment.kind == GOES_ON) {
             bar_sync(PART_BARRIER, 32 * COMPUTING);  // all warps have written
             if (warp == 0) post_signal(part.ready);
@@ -554,30 +571,28 @@ __device__ void merge_chunk(const AttentionParams& p, const Schedule& schedule, 
 }
 
 // ---- wait for the parts of the work tile that a share begins with, and leave in shared memory what the
-// merge needs to know. By the warp that copied K and V: those that compute would need registers for it.
-// GPUs start blocks in the order of their numbers, and no warp that computes waits for a part
+// merge needs to know. By a warp that does not compute: GPUs start blocks in the order of their numbers,
+// and no warp that computes waits for a part
 __device__ void await_parts(const AttentionParams& p, const Share& share, Merge& merge) {
     Parts* const parts = static_cast<Parts*>(p.workspace[0]);
     const uint32_t lane = threadIdx.x % 32, last = share.index;
-    uint32_t first = last;
-    if (share.has_parts_to_merge()) first = share.schedule.first_share(share.first_work);
+    const uint32_t first = share.schedule.first_share(share.first_work);
     if (lane == 0) merge = {share.at(0), first, last};
     for (uint32_t other = first; other < last; other += 32)
         take_signals(other + lane < last ? &parts[other + lane].part[GOES_ON].ready : nullptr);
 }
 
-// ---- merge the parts. By all threads
-__device__ void merge(const AttentionParams& p, const Schedule& schedule, SharedMemory& smem) {
-    __syncthreads();  // all parts are there, and this block's, too
-    const Merge& of = smem.merge;
-    if (of.first_share == of.last_share) return;
+// ---- merge the parts. By all warps from first_warp on
+__device__ void merge(const AttentionParams& p, const Schedule& schedule, const Merge& of,
+                      uint32_t first_warp) {
+    const uint32_t warps = NUM_THREADS / 32 - first_warp;
     const uint32_t rows = min(TILE_ROWS, schedule.rows - of.segment.first_row);
     const uint32_t chunks = rows * MERGE_CHUNKS;
     const uint32_t num_parts = of.last_share - of.first_share + 1;
     // So many lanes that each loads all of its parts at once, unless there are not so many threads.
     uint32_t lanes = 1;
-    while (MERGED_AT_ONCE * lanes < num_parts && 2 * lanes * chunks <= NUM_THREADS) lanes *= 2;
-    for (uint32_t warp = threadIdx.x / 32; 32 * warp < chunks * lanes; warp += NUM_THREADS / 32) {
+    while (MERGED_AT_ONCE * lanes < num_parts && 2 * lanes * chunks <= 32 * warps) lanes *= 2;
+    for (uint32_t warp = threadIdx.x / 32 - first_warp; 32 * warp < chunks * lanes; warp += warps) {
         const uint32_t chunk = (32 * warp + threadIdx.x % 32) / lanes;
         merge_chunk(p, schedule, of, chunk / MERGE_CHUNKS, chunk % MERGE_CHUNKS * 4, lanes,
                     chunk < chunks);
@@ -589,28 +604,38 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     const int warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
     const bool computes = warp < PRODUCER_WARP, copies = warp == PRODUCER_WARP;
     SharedMemory& smem = shared_memory<SharedMemory>();
-    if (copies && threadIdx.x % 32 == 0) {
-        prefetch_tensormap(p.k_map);
-        prefetch_tensormap(p.v_map);
+    if (copies) {
+        if (threadIdx.x % 32 == 0) {
+            prefetch_tensormap(p.k_map);
+            prefetch_tensormap(p.v_map);
 #pragma unroll
-        for (int stage = 0; stage < NUM_STAGES; ++stage) {
-            mbarrier_init(smem.k_full[stage], 1);
-            mbarrier_init(smem.v_full[stage], 1);
-            mbarrier_init(smem.k_empty[stage], COMPUTING);
-            mbarrier_init(smem.v_empty[stage], COMPUTING);
+            for (int stage = 0; stage < NUM_STAGES; ++stage) {
+                mbarrier_init(smem.k_full[stage], 1);
+                mbarrier_init(smem.v_full[stage], 1);
+                mbarrier_init(smem.k_empty[stage], COMPUTING);
+                mbarrier_init(smem.v_empty[stage], COMPUTING);
+            }
+            fence_mbarrier_init();
         }
-        fence_mbarrier_init();
+        __syncwarp();  // the mbarriers are initialized: the copies need not wait for those that compute
+        bar_arrive(MBARRIERS_BARRIER, 32 * (COMPUTING + 1));
     }
     const Schedule schedule(p, gridDim.x);
     const Share share(schedule);
 
     if (computes)
         compute(p, share, smem);
-    else if (copies) {
-        __syncwarp();  // the mbarriers are initialized: the copies need not wait for those that compute
-        bar_arrive(MBARRIERS_BARRIER, 32 * (COMPUTING + 1));
+    else if (copies)
         load_kv(p, share, smem);
-        if (!schedule.is_whole) await_parts(p, share, smem.merge);
-    }
-    if (!schedule.is_whole) merge(p, schedule, smem);
+    // What only merges is last in the code as well: all of that is fetched as it is first needed.
+    if (!share.has_parts_to_merge()) return;
+    const int first_warp = share.merges_early() ? MERGING_WARP : 0;
+    if (warp < first_warp) return;
+    if (warp == MERGING_WARP) await_parts(p, share, smem.merge);
+    // All parts are there, and this block's, too.
+    if (first_warp > 0)
+        bar_sync(OWN_PART_BARRIER, NUM_THREADS - 32);
+    else
+        __syncthreads();
+    merge(p, schedule, smem.merge, first_warp);
 }

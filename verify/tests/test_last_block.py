@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,6 +41,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 MAX_BLOCKS = 144
 RING_SHARE = 32  # tiles: shares for two rings have as many
+LONG_SHARE = 400  # shares of so many are all equal, however many parts this makes
 MOST_TILES = 2**24 - 1  # of 128 keys, of a seq_k of 32 bits; floats count no more, one by one
 
 # What the generated kernel below asks of a step.
@@ -64,19 +65,18 @@ class Kind:
     tile_rows: int  # of a work tile
     tile_keys: int
     max_rings: int  # of a block
-    long_share: int  # tiles: shares of so many are all equal, however many parts this makes
     asks: str
+    rest_share: int | None = None  # tiles; without it, there is no rest that is cut
 
     def __str__(self) -> str:
         return f"{self.step}-{self.head_dim}"
 
 
 KINDS = (
-    Kind("v18", 64, 32, 128, 2, 400, RINGS),
-    Kind("v18", 72, 32, 128, 1, 400, RINGS),
-    Kind("v20", 64, 16, 128, 1, 400, NO_RINGS),
-    Kind("v20", 72, 16, 64, 1, 400, NO_RINGS),
-    Kind("v20", 136, 16, 64, 1, 266, NO_RINGS),
+    Kind("v18", 64, 32, 128, 2, RINGS),
+    Kind("v18", 72, 32, 128, 1, RINGS),
+    Kind("v20", 64, 16, 128, 1, NO_RINGS, rest_share=40),
+    Kind("v20", 72, 16, 64, 1, NO_RINGS, rest_share=40),
 )
 
 
@@ -193,13 +193,21 @@ SIZES = [
     Sizes(10, 444, 18, 18),
     Sizes(150, 1200, 96, 96),
     Sizes(150, 1199, 96, 96),
-    # With one, where 266 tiles are long.
-    Sizes(132, 266, 132, 132),
-    Sizes(132, 265, 132, 132),
-    Sizes(132, 878, 40, 40),
-    Sizes(132, 877, 40, 40),
-    Sizes(10, 296, 9, 9),  # as many parts
-    Sizes(10, 295, 9, 9),
+    Sizes(10, 445, 9, 9),  # as many parts
+    Sizes(10, 444, 9, 9),
+    # Before whole work tiles a rest is cut if its shares are long, or many blocks would be idle.
+    Sizes(132, 49, 238, 238),
+    Sizes(132, 50, 238, 238),
+    Sizes(10, 44, 19, 19),
+    Sizes(10, 45, 19, 19),
+    Sizes(10, 44, 39, 39),
+    Sizes(10, 45, 39, 39),
+    Sizes(10, 45, 40, 40),  # there is none
+    Sizes(10, 3, 31, 31),  # of 9 tiles for 10 blocks
+    Sizes(10, 9, 31, 31),
+    Sizes(132, 900, 265, 265),
+    Sizes(132, 2, 400, 400),
+    Sizes(132, 60, 140, 20, seq_q=19),  # row tiles share keys
     # No more than there are tiles.
     Sizes(132, 3),
     Sizes(20, 4, 3, 3),
@@ -219,6 +227,8 @@ SIZES = [
     Sizes(150, MOST_TILES, 256, 256),
     Sizes(150, MOST_TILES, 257, 257),
     Sizes(150, 2**25 - 2, 129, 129),  # whole work tiles, although there is none for some blocks
+    Sizes(150, 2**25 - 2, 272, 272),
+    Sizes(150, 2**25 - 2, 273, 273),
     Sizes(150, MOST_TILES, 289, 289),
     Sizes(150, MOST_TILES, 17, 17, 17),
     # Work tiles of several batches, key heads and tiles of rows.
@@ -249,8 +259,8 @@ def sizes_of(kind: Kind) -> list[Sizes]:
 class Sharing:
     rings: int  # of a block that have a share
     shares: int  # of all blocks
-    parts: int = 0  # so many equal ones of each work tile, or else
-    is_whole: bool = False  # whole work tiles in turn; or else all are as long, or one tile longer
+    cut_works: int  # so many work tiles are cut, and the others dealt out whole in turn
+    parts: int = 0  # so many equal ones of each, or else all shares are as long, or one tile longer
 
 
 def expected_sharing(sizes: Sizes, kind: Kind) -> Sharing:
@@ -263,53 +273,57 @@ def expected_sharing(sizes: Sizes, kind: Kind) -> Sharing:
         idle = -works % shares  # in the last round
         return works >= shares and works >= 9 * idle
 
-    if is_even(max_rings * shares) or all_tiles >= RING_SHARE * max_rings * shares:
-        rings, shares = max_rings, max_rings * shares
-    is_long = all_tiles >= kind.long_share * shares
-    share_keys = sizes.rows > sizes.tile_rows  # row tiles of a head of keys
-    if all_tiles >= 2**32 or (is_even(shares) and (share_keys or not is_long)):
-        return Sharing(rings, shares, is_whole=True)
+    cut = works
+    if kind.rest_share is None:
+        if is_even(max_rings * shares) or all_tiles >= RING_SHARE * max_rings * shares:
+            rings, shares = max_rings, max_rings * shares
+        share_keys = sizes.rows > sizes.tile_rows  # row tiles of a head of keys
+        is_long = all_tiles >= LONG_SHARE * shares
+        is_whole = is_even(shares) and (share_keys or not is_long)
+    else:
+        cut = works % shares
+        is_long = cut * sizes.tiles >= (LONG_SHARE if works < shares else kind.rest_share) * shares
+        is_whole = cut == 0 or (is_even(shares) and not is_long)
+    if is_whole or cut * sizes.tiles >= 2**32:
+        return Sharing(rings, shares, 0)
     parts = shares // works
     if is_long or 10 * works * parts < 9 * shares:
-        return Sharing(rings, shares)
+        return Sharing(rings, shares, cut)
     parts = min(parts, sizes.tiles)
-    return Sharing(rings, works * parts, parts, is_whole=parts == 1)
+    return Sharing(rings, works * parts, works, parts)
 
 
 def expected_segments(sizes: Sizes, sharing: Sharing) -> list[tuple[int, int, int, int]]:
     """(share, work tile, first tile, end) of each, in the order of the shares."""
     works, tiles, shares = len(sizes.work_tiles), sizes.tiles, sharing.shares
-    if sharing.is_whole:
-        return [
-            (share, work, 0, tiles)
-            for share in range(shares)
-            for work in range(share, works, shares)
-        ]
+    cut = sharing.cut_works
     if parts := sharing.parts:
-        cuts = [work * tiles + n * tiles // parts for work in range(works) for n in range(parts)]
-        cuts.append(works * tiles)
+        cuts = [work * tiles + n * tiles // parts for work in range(cut) for n in range(parts)]
+        cuts.append(cut * tiles)
     else:
-        length, longer = divmod(works * tiles, shares)
+        length, longer = divmod(cut * tiles, shares)
         cuts = [length * share + min(share, longer) for share in range(shares + 1)]
-    return [
-        (share, work, max(begin - work * tiles, 0), min(end - work * tiles, tiles))
-        for share, (begin, end) in enumerate(pairwise(cuts))
-        for work in range(begin // tiles, -(-end // tiles))
-    ]
+    segments = []
+    for share, (begin, end) in enumerate(pairwise(cuts)):
+        for work in range(begin // tiles, -(-end // tiles)):
+            segments.append(
+                (share, work, max(begin - work * tiles, 0), min(end - work * tiles, tiles))
+            )
+        segments += [(share, work, 0, tiles) for work in range(cut + share, works, shares)]
+    return segments
 
 
-# Each block leaves of each of its rings: how many have a share, whether whole work tiles are dealt
-# out, the share's number, how many segments it has, whether it has parts to merge, the first share
-# that has one of these, and struct Segment of each.
+# Each block leaves of each of its rings: how many have a share, the share's number, how many
+# segments it has, whether it has parts to merge, the first share that has one of these, and struct
+# Segment of each.
 MOST_SEGMENTS = 20
-WIDTH = 6 + 7 * MOST_SEGMENTS
+WIDTH = 5 + 7 * MOST_SEGMENTS
 SCHEDULE = f"""
     for (uint32_t ring = 0; ring < MOST_RINGS; ++ring) {{
         const Share share = share_of(ring);
         const bool merges = share.has_parts_to_merge();
         float* to = p.lse + {WIDTH} * (MOST_RINGS * block + ring);
-        *to++ = used_rings, *to++ = schedule.is_whole;
-        *to++ = share.index, *to++ = share.count, *to++ = merges;
+        *to++ = used_rings, *to++ = share.index, *to++ = share.count, *to++ = merges;
         *to++ = merges ? schedule.first_share(share.first_work) : 0;
         for (uint32_t i = 0; i < share.count && i < {MOST_SEGMENTS}; ++i) {{
             const Segment segment = share.at(i);
@@ -372,10 +386,10 @@ def check_shares(schedule: Step, kind: Kind, sizes: Sizes) -> None:
     blocks = ask_schedule(schedule, sizes, scenario, max_rings * WIDTH, kind.head_dim)
     for block, of_rings in enumerate(blocks):
         for ring in range(max_rings):
-            rings, is_whole, share, count, has_parts, first_share, *numbers = of_rings[
+            rings, share, count, has_parts, first_share, *numbers = of_rings[
                 WIDTH * ring : WIDTH * (ring + 1)
             ]
-            assert (rings, bool(is_whole)) == (sharing.rings, sharing.is_whole)
+            assert rings == sharing.rings
             if ring >= rings:
                 assert (count, has_parts) == (0, False)
                 continue
@@ -398,9 +412,11 @@ def check_shares(schedule: Step, kind: Kind, sizes: Sizes) -> None:
         assert segment.is_whole == (end - first == sizes.tiles)
 
     # Who has the last part of a work tile merges all, and no one else does.
-    parts = [[share for share, *_ in of] for _, of in groupby(expected, lambda part: part[1])]
-    assert all(shares == list(range(shares[0], shares[-1] + 1)) for shares in parts)
-    assert merges == {shares[-1]: shares[0] for shares in parts if len(shares) > 1}
+    parts: dict[int, list[int]] = {}
+    for share, work, *_ in expected:
+        parts.setdefault(work, []).append(share)
+    assert all(shares == list(range(shares[0], shares[-1] + 1)) for shares in parts.values())
+    assert merges == {shares[-1]: shares[0] for shares in parts.values() if len(shares) > 1}
 
 
 # ---- what comes of them
