@@ -31,8 +31,10 @@ _LIMITS = re.compile(
 
 # What a step may be taken for only: few_of() says which of them a call is.
 FEW_HEADS = "for few queries of few heads"
-FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES = "for few rows", "for few queries", "for few work tiles"
-_FEW = FEW_HEADS, FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES  # none begins as one before it does
+FEW_ROWS, FEWEST_ROWS = "for few rows", "for the fewest rows"
+FEW_QUERIES, FEW_WORK_TILES = "for few queries", "for few work tiles"
+# None begins as one before it does.
+_FEW = FEW_HEADS, FEW_ROWS, FEWEST_ROWS, FEW_QUERIES, FEW_WORK_TILES
 _FEW_WITH_LENGTHS = "for few queries with lengths or windows"  # a condition of both kinds
 _LENGTHS, _LENGTHS_LEFT = (
     "for lengths and windows",
@@ -57,6 +59,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 # them out (and two of v19's blocks, above that head_dim); and how much one block of an H100 merges
 # as quickly as v13's second kernel does, in all and in each part.
 TILE_ROWS, TILE_KEYS, TILE_DIM, WHOLE_KEYS = 32, 128, 128, 1024
+FEWEST = 16  # the rows of v20's work tile
 MERGED_ELEMENTS, PART_ELEMENTS = 2**15, 2**12
 WARPGROUP_ROWS = 64  # of a warpgroup, in every step
 # And are_of_few_heads(): the rows of v19's work tile, how many blocks may share its keys, and how
@@ -323,17 +326,19 @@ def _full_rounds(work: int) -> int:
 def few_of(
     batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int, causal: bool
 ) -> str | None:
-    """What such a call has few of, or None: FEW_ROWS, or keys; FEW_HEADS; FEW_QUERIES, of up to
-    MERGED_ROWS that share keys, or more where heads have fewer work tiles together than alone, or
-    where v17 would have a warpgroup without any; or else FEW_WORK_TILES, which v17 takes: of more
-    rows, or of heads that share nothing above TILE_DIM, or where v12 would share out full rounds.
+    """What such a call has few of, or None: FEWEST_ROWS, or FEW_ROWS, or keys; FEW_HEADS;
+    FEW_QUERIES, of up to MERGED_ROWS that share keys, or more where heads have fewer work tiles
+    together than alone, or where v17 would have a warpgroup without any; or else FEW_WORK_TILES,
+    which v17 takes: of more rows, or of heads that share nothing above TILE_DIM, or where v12 would
+    share out full rounds.
     """
+    few_rows = FEWEST_ROWS if _share_a_head(heads, kv_heads, seq_q, FEWEST) else FEW_ROWS
     if are_few_keys(batch, heads, kv_heads, seq_q, seq_k, head_dim):
-        return FEW_ROWS
+        return few_rows
     if are_of_few_heads(batch, heads, kv_heads, seq_q, seq_k, head_dim):
         return FEW_HEADS
     if are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
-        return FEW_ROWS
+        return few_rows
     is_wide = head_dim > THREE_WARPGROUPS_DIM
     work = batch * heads * -(-seq_q // (BLOCK_QUERIES if is_wide else 3 * BLOCK_QUERIES // 2))
     # With a causal mask v12 shares nothing out. If the work tiles are about as long as each other,

@@ -36,7 +36,7 @@ from ..problem import DECODE
 from ..records import DECODE_FILE, SCHEMA
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
-from ..step import FEW_HEADS, FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES, Step, few_of
+from ..step import FEW_HEADS, FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES, FEWEST_ROWS, Step, few_of
 from .cells import build_all
 from .comparison import agreeing
 from .device_state import git_state, versions
@@ -51,7 +51,7 @@ SEED = 0
 
 # Steps that read the keys again for each of their small work tiles: where none of them is taken
 # there may be many of these, which would take most of the time.
-FEW_AGAIN = FEW_HEADS, FEW_ROWS
+FEW_AGAIN = FEW_HEADS, FEWEST_ROWS, FEW_ROWS
 
 # Rounds of a cell: as many as its share of the time allows, between bounds. All cells together take
 # some minutes.

@@ -14,7 +14,7 @@ from common.lengths import Lengths
 from common.operation import BACKWARD, FORWARD, OPERATIONS, Operation
 from common.operator import highest_step
 from common.runtime.cpu import CpuBackend
-from common.step import FEW_HEADS, FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES
+from common.step import FEW_HEADS, FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES, FEWEST_ROWS
 from verify.layouts import contiguous, transposed
 from verify.reference import attention_reference
 
@@ -66,23 +66,31 @@ def test_a_step_for_few_is_taken_only_for_them(monkeypatch) -> None:
     few = replace(first, name="v97", few=FEW_QUERIES)
     tiles = replace(first, name="v98", few=FEW_WORK_TILES)
     rows = replace(first, name="v99", few=FEW_ROWS)
+    fewest = replace(first, name="v95", few=FEWEST_ROWS)
     heads = replace(first, name="v96", few=FEW_HEADS)
-    monkeypatch.setattr("common.operator.all_steps", lambda: (first, heads, few, tiles, rows))
+    steps = first, fewest, heads, few, tiles, rows
+    monkeypatch.setattr("common.operator.all_steps", lambda: steps)
     own, shared = (torch.zeros(1, num, 3, 8) for num in (4, 2))
     some, many = (own[:, :, :1].expand(-1, -1, keys, -1) for keys in (2000, 20000))
     batched = shared.expand(40, -1, -1, -1)
     for k, seq_q, step in (
-        (own, 1, rows),
+        (own, 1, fewest),
+        (own, 16, fewest),
+        (own, 17, rows),
         (own, 1056, rows),
         (own, 1057, first),
         (some, 32, heads),
         (some, 33, heads),
         (some, 10000, first),
+        (many, 16, fewest),
+        (many, 17, rows),
         (many, 32, rows),
         (many, 33, few),
         (many, 128, few),
         (many, 129, tiles),
         (many, 10000, first),
+        (batched, 8, fewest),
+        (batched, 9, rows),
         (batched, 16, rows),
         (batched, 17, few),
         (batched, 64, few),
@@ -261,7 +269,7 @@ def test_a_head_dim_of_v_decides_for_no_other() -> None:
         ),
         (
             {"v": torch.zeros(1, 1, 70, 44, dtype=torch.bfloat16)},
-            r"^no step can run these inputs: (v18 .*; )?v15 takes head_dim 8 to 1024 in multiples "
+            r"^no step can run these inputs: (v20 .*; )?v15 takes head_dim 8 to 1024 in multiples "
             r"of 8, not 44",
         ),
         (

@@ -26,6 +26,8 @@ from common.step import (
     FEW_QUERIES,
     FEW_ROWS,
     FEW_WORK_TILES,
+    FEWEST,
+    FEWEST_ROWS,
     MERGED_ELEMENTS,
     MERGED_ROWS,
     PART_ELEMENTS,
@@ -327,7 +329,7 @@ def test_where_a_step_is_taken(tmp_path, taken, condition):
     assert step.is_candidate(deterministic=True) == (condition in (None, "only_deterministic"))
 
 
-@pytest.mark.parametrize("few", [FEW_HEADS, FEW_ROWS, FEW_QUERIES, FEW_WORK_TILES])
+@pytest.mark.parametrize("few", [FEW_HEADS, FEW_ROWS, FEWEST_ROWS, FEW_QUERIES, FEW_WORK_TILES])
 def test_a_step_may_be_taken_for_few(tmp_path, few):
     step = read_step(write(tmp_path, LIMITS + f"\n// taken: only {few}; for more,\n//     slower"))
     assert step.few == few
@@ -476,6 +478,7 @@ WIDTHS = THREE_WARPGROUPS_DIM, THREE_WARPGROUPS_DIM + 8
 def test_sizes_of_the_rules_are_the_steps():
     v18, v19 = constants("v18", TILE_DIM), constants("v19")
     assert (v18["TILE_ROWS"], v18["BLOCK_N"]) == (TILE_ROWS, TILE_KEYS)
+    assert constants("v20", TILE_DIM)["TILE_ROWS"] == FEWEST
     blocks = v19["CLUSTERS"] * v19["CLUSTER"]
     assert (TEAM_ROWS, TEAMS[0], TEAM_BLOCKS) == (v19["BLOCK_M"], v19["CLUSTER"], blocks)
     v13 = constants("v13", 64)
@@ -515,9 +518,11 @@ def test_sizes_of_the_rules_are_the_steps():
 )
 def test_keys_are_few(shape, few):
     assert are_few_keys(*shape) is few
+    _, heads, kv_heads, seq_q, *_ = shape
+    rows = FEWEST_ROWS if heads // kv_heads * seq_q <= FEWEST else FEW_ROWS
     if few:
         for causal in (False, True):
-            assert few_of(*shape, causal) == FEW_ROWS
+            assert few_of(*shape, causal) == rows
 
 
 @pytest.mark.parametrize(
@@ -579,6 +584,9 @@ def test_heads_are_few(shape, few):
 def test_rows_are_few_for_any_keys(seq_k, causal):
     for heads, seq_q in ((8, TILE_ROWS), (16, TILE_ROWS // 2), (8 * TILE_ROWS, 1)):
         assert few_of(64, heads, 8, seq_q, seq_k, 64, causal) == FEW_ROWS
+    for heads, seq_q in ((8, FEWEST), (16, FEWEST // 2), (8 * FEWEST, 1)):
+        assert few_of(64, heads, 8, seq_q, seq_k, 64, causal) == FEWEST_ROWS
+    assert few_of(64, 8, 8, FEWEST + 1, seq_k, 64, causal) == FEW_ROWS
     # One row more, and heads share keys, or do not.
     assert few_of(64, 8 * (TILE_ROWS + 1), 8, 1, seq_k, 64, causal) == FEW_QUERIES
     assert few_of(64, 8, 8, TILE_ROWS + 1, seq_k, 64, causal) is None

@@ -33,7 +33,7 @@ from common.report.expressions import evaluate
 from common.report.markdown import REQUIRED_TABLES, render
 from common.report.record_set import RecordSet, Whole, load_record_set
 from common.runtime.gpu import GpuBackend
-from common.step import FEW_HEADS, FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES
+from common.step import FEW_HEADS, FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES, FEWEST_ROWS
 from verify.cases import BF16, Case, Shape
 from verify.reference import attention_reference
 from verify.tests.fake_records import fake_decode
@@ -162,6 +162,7 @@ def test_the_step_before_need_not_run(timed):
 FEW = replace(V02, few=FEW_QUERIES)
 TILES = replace(V02, name="v03", few=FEW_WORK_TILES)
 ROWS = replace(V02, name="v04", few=FEW_ROWS)
+FEWEST = replace(V02, name="v06", few=FEWEST_ROWS)
 HEADS = replace(V02, name="v05", few=FEW_HEADS)
 
 
@@ -191,15 +192,20 @@ def test_a_step_for_few_is_taken_only_for_them(timed, steps, seq_q, taken):
     ("shape", "taken"),
     [
         (Shape(1, 4, 2, 17, 129, 8), "v05"),
-        (Shape(1, 4, 2, 1, 96, 8), "v04"),
+        (Shape(1, 4, 2, 1, 96, 8), "v06"),
+        (Shape(1, 4, 2, 9, 96, 8), "v04"),
         (Shape(1, 4, 2, 65, 8193, 8), "v03"),
         (Shape(34, 4, 2, 17, 96, 8), "v02"),
         (Shape(34, 4, 2, 65, 96, 8), "v01"),
     ],
 )
 def test_what_reads_the_keys_again_is_run_only_where_one_such_is_taken(timed, shape, taken):
-    steps = [HEADS, ROWS, TILES, FEW, V01]
-    again = {"v04": "for few rows", "v05": "for few queries of few heads"}
+    steps = [HEADS, FEWEST, ROWS, TILES, FEW, V01]
+    again = {
+        "v04": "for few rows",
+        "v05": "for few queries of few heads",
+        "v06": "for the fewest rows",
+    }
     missing = {
         name: {"missing": f"it is {few}"} for name, few in again.items() if taken not in again
     }
@@ -319,7 +325,7 @@ def test_record(measure, tmp_path):
 
 def test_steps_that_are_compared():
     assert [step.few for step in STEPS] == [
-        *(FEW_HEADS, FEW_ROWS, FEW_WORK_TILES, FEW_QUERIES, None)
+        *(FEW_HEADS, FEWEST_ROWS, FEW_ROWS, FEW_WORK_TILES, FEW_QUERIES, None)
     ]
     assert all(step.operation == FORWARD and not step.takes_lengths for step in STEPS)
     general = replace(V01, few=None)

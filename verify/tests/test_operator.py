@@ -24,7 +24,7 @@ from common import operator as op
 from common.catalog import all_steps
 from common.paths import ROOT
 from common.runtime.launch import LaunchDescriptor
-from common.step import FEW_QUERIES, FEW_ROWS
+from common.step import FEW_QUERIES, FEW_ROWS, FEWEST_ROWS
 from verify.cases import BF16
 from verify.layouts import contiguous, padded, transposed
 
@@ -324,7 +324,7 @@ def test_what_a_step_depends_on_is_looked_up(prepared) -> None:
     for inputs in (
         (at_2.copy_(q), k, v),  # nor is the first row at one
         (far.copy_(q), k, v),  # other strides, but as good
-        (q[:, :, :8], k, v),
+        (q[:, :, :9], k, v),
         (q, longer, longer),
         (q.repeat(1, 2, 1, 1), k, v),
         (q, k, v.expand(1, *v.shape[1:])),
@@ -334,11 +334,9 @@ def test_what_a_step_depends_on_is_looked_up(prepared) -> None:
 
 
 def test_few_queries_and_rows_may_have_a_step_of_their_own(prepared, monkeypatch) -> None:
-    queries, rows = (
-        replace(OLDEST, name=name, few=few)
-        for name, few in (("v98", FEW_QUERIES), ("v99", FEW_ROWS))
-    )
-    monkeypatch.setattr(op, "all_steps", lambda: (OLDEST, queries, rows))
+    few = {"v97": FEWEST_ROWS, "v98": FEW_QUERIES, "v99": FEW_ROWS}
+    steps = OLDEST, *(replace(OLDEST, name=name, few=few) for name, few in few.items())
+    monkeypatch.setattr(op, "all_steps", lambda: steps)
     q, k, v = (t.repeat(133, 1, 1, 1) for t in make_inputs())  # two heads that share keys
     longer = q.repeat(1, 1, 8, 1)
     for some in (
@@ -348,8 +346,8 @@ def test_few_queries_and_rows_may_have_a_step_of_their_own(prepared, monkeypatch
         o = attention(some, k, v)
         expected = scaled_dot_product_attention(some, k, v, enable_gqa=True)
         torch.testing.assert_close(o, expected, atol=2**-8, rtol=2**-7)
-    assert [chosen.step.name for chosen in op._calls.values()] == ["v99", "v01", "v98"]
-    assert len(prepared) == 3
+    assert [chosen.step.name for chosen in op._calls.values()] == ["v99", "v01", "v98", "v97"]
+    assert len(prepared) == 4
 
 
 def test_an_axis_of_size_1_has_no_stride(prepared) -> None:
