@@ -198,6 +198,8 @@ SIZES = [
     # Before whole work tiles a rest is cut if its shares are long, or many blocks would be idle.
     Sizes(132, 49, 238, 238),
     Sizes(132, 50, 238, 238),
+    Sizes(10, 49, 18, 18),
+    Sizes(10, 50, 18, 18),  # just 40 tiles each
     Sizes(10, 44, 19, 19),
     Sizes(10, 45, 19, 19),
     Sizes(10, 44, 39, 39),

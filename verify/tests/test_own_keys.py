@@ -119,7 +119,7 @@ CALLS = {
         Call(Case("uneven", Shape(1, 3, 3, 13, 1400, 64), BF16, inputs=walks(2, 25)), 20),
         Call(Case("uneven_heads", Shape(2, 4, 2, 20, 650, 256), FP16), 50),
         # As many parts of a work tile as there are tiles, and blocks that have none.
-        Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 11),
+        Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 8),
         # Whole work tiles, one each, would leave too many idle: equal shares, one without a tile.
         Call(Case("spare_blocks", Shape(1, 8, 4, 1, 100, 8), BF16), 5),
         # 14 shares of 3 work tiles, not as many of each: most blocks go on, or merge, or both.
@@ -130,6 +130,16 @@ CALLS = {
         # Parts of work tiles none of whose rows sees a key, which are merged, too.
         Call(Case("hidden_works", Shape(1, 1, 1, 128, 65, 128), BF16, causal=True), 5),
         Call(Case("hidden_works_64", Shape(1, 1, 1, 256, 135, 64), BF16, causal=True), 3),
+        # 20 parts of the first of 21 work tiles, merged by three warps while others are computed.
+        # Four lanes have the same columns; or there are ten times as many columns as lanes, and 10
+        # parts.
+        Call(Case("early_lanes", Shape(1, 21, 21, 1, 2500, 8), FP16, inputs=walks(2, 25)), 20),
+        Call(Case("early_rows", Shape(1, 11, 11, 16, 600, 256), BF16, inputs=rising_logits), 10),
+        # 3 of 23 are cut: shares that end one and begin the next, before two whole ones.
+        Call(Case("early_uneven", Shape(1, 23, 23, 7, 1400, 64), BF16, inputs=walks(2, 25)), 10),
+        # 4 of 14 are, into two tiles each: two of 10 blocks have whole ones alone. The other part
+        # is often there before the merging block's own.
+        Call(Case("early_few_tiles", Shape(1, 14, 14, 16, 125, 128), FP16), 10),
         # One whole work tile, and blocks that have no share.
         Call(Case("one_work", Shape(1, 4, 1, 1, 40, 64), BF16), 5),
     )
