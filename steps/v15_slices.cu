@@ -170,10 +170,10 @@ struct Schedule {
             section_heads = max(1, rounds * clusters / q_blocks);
             if (10 * section_heads * q_blocks >= 9 * rounds * clusters) break;
         }
-        const float head_bytes = float(p.seq_k) * ((HEAD_DIM + V_HEAD_DIM) * sizeof(Element));
-        const int group = p.heads / p.kv_heads;  // heads that share K and V
-        const int kv_heads = (section_heads + group - 1) / group;
-        if (kv_heads * head_bytes > CACHED_BYTES || section_heads > num_heads)
+        // Heads of a group share K and V. (Of a section with fewer heads than a group this is too little.)
+        const float head_bytes =
+            float(p.seq_k) * ((HEAD_DIM + V_HEAD_DIM) * sizeof(Element)) * p.kv_heads / p.heads;
+        if (section_heads * head_bytes > CACHED_BYTES || section_heads > num_heads)
             section_heads = num_heads;
         const int num_work = q_blocks * num_heads, full_rounds = num_work / clusters;
         count = full_rounds + (place(full_rounds) < num_work % clusters);
