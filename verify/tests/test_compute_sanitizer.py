@@ -62,7 +62,9 @@ def all_lanes_arrive(code: str) -> str:
     def more_arrivals(init: re.Match[str]) -> str:
         return init[0] if init["name"] in of_others else f"{init['to']}, 32 * ({init['count']}));"
 
-    code = re.sub(r"if \((?:lane|threadIdx\.x % 32) == 0\)\s+(mbarrier_arrive\()", r"\1", code)
+    arrival = r"(?:if \(\w+\) )?mbarrier_arrive\([^;]*\);\s*"
+    arrivals = rf"({arrival}|{{\s*(?:{arrival})+}})"
+    code = re.sub(rf"if \((?:lane|threadIdx\.x % 32) == 0\)\s+{arrivals}", r"\1", code)
     init = r"(?P<to>mbarrier_init\((?P<name>[\w.]+)[^;]*), (?!1\))(?P<count>[^;]+)\);"
     return re.sub(init, more_arrivals, code)
 
