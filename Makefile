@@ -123,7 +123,7 @@ worklog: $(READY)  ## write tables, numbers and plots from profiles/; CHECK=1: f
 page: $(READY)  ## write docs/index.html, the worklog told by scrolling, and what make worklog writes
 	$(PY) -m common page
 
-test: $(READY)  ## pytest, with a 48th of the mutants and experiments, another one with each commit; MUTANTS=all: with all; MUTANTS=3: sample 3
+test: $(READY)  ## pytest, with a 64th of the mutants and experiments, another one with each commit; MUTANTS=all: with all; MUTANTS=3: sample 3
 	$(PY) -m pytest --mutants=$(or $(MUTANTS),sample) $(if $(PYTHON),,-n auto --dist worksteal)
 
 # What neither we nor the shim have is switched off; of a cache, only one without pages or padding is tested.

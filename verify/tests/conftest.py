@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)  # there may be no xdist
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores: tests also wait, for a browser or ranks that wait for each other."""
     return (os.cpu_count() or 1) + 1

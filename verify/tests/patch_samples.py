@@ -2,8 +2,8 @@
 sample. So it does of whatever else takes turns: steps rewritten for compute-sanitizer, cases with
 wrong lengths, calls on more multiprocessors, mutants of sharded attention.
 
-Sample n is every 48th, by name, from the n-th on, and which one runs follows from the number of
-commits: 48 commits in a row run all, and a commit always the same ones.
+Sample n is every 64th, by name, from the n-th on, and which one runs follows from the number of
+commits: 64 commits in a row run all, and a commit always the same ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verify.turn import number_of_commits
 T = TypeVar("T")
 # So many that a sample takes about a tenth of all tests' time. The mutants of a step stand
 # together, so that a sample has some of most steps.
-SAMPLES = 48
+SAMPLES = 64
 
 
 def parse_mutants(value: str) -> int | None:

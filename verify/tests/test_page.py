@@ -46,6 +46,17 @@ def test_it_fits_stays_in_place_and_is_accessible(open_page, width, scheme):
     assert not serious
 
 
+def test_a_plots_tip_is_accessible(open_page):
+    page = open_page()
+    plot = page.locator("svg[role=img]:has(circle)").first
+    plot.scroll_into_view_if_needed()
+    plot.locator("circle").first.hover(force=True)
+    assert plot.locator("g[aria-label=tip] text").count()
+    page.mouse.move(0, 0)  # an empty mark is left
+    assert not plot.locator("g[aria-label=tip] text").count()
+    assert "aria-prohibited-attr" not in [each["id"] for each in find_violations(page)]
+
+
 def test_axe_would_find_something(open_page):
     page = open_page()
     page.evaluate("document.body.append(document.createElement('button'))")

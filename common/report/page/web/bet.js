@@ -131,7 +131,7 @@ worklog.sections.bet = (root, data) => {
                 Plot.line(points, { ...lines, ...facet, stroke: (p) => color(p.name) }),
                 Plot.dot(points, { ...lines, ...facet, fill: (p) => color(p.name), r: 3 }),
                 Plot.text(points, Plot.selectLast({ ...lines, ...facet, text: (p) => p.name.replace("flash_attention_3", "FA3"), textAnchor: "start", dx: 6, fill: "var(--ink)" })),
-                Plot.tip(points, Plot.pointer({ ...lines, ...facet, title: (p) => `${p.name}, ${p.dtype}: ${p.tflops} TFLOP/s`, fill: "var(--page)" })),
+                worklog.tip(points, { ...lines, ...facet, title: (p) => `${p.name}, ${p.dtype}: ${p.tflops} TFLOP/s` }),
             ],
         };
     }
@@ -158,7 +158,7 @@ worklog.sections.bet = (root, data) => {
                 Plot.dot(points, { ...at, fill: (p) => (p.dtype === "fp16" ? "var(--mark0)" : "var(--ramp7)") }),
                 // Where the two are apart.
                 Plot.text(points.filter((p) => p.std === stds.at(-2)), { ...at, text: "dtype", dy: -9, fill: "var(--ink)" }),
-                Plot.tip(points, Plot.pointer({ ...at, title: (p) => `${p.dtype}: ${p.rescaled.toFixed(1)} % rescaled, ${p.redone.toFixed(1)} % computed again`, fill: "var(--page)" })),
+                worklog.tip(points, { ...at, title: (p) => `${p.dtype}: ${p.rescaled.toFixed(1)} % rescaled, ${p.redone.toFixed(1)} % computed again` }),
             ],
         };
     }

@@ -159,7 +159,7 @@ worklog.sections.explorer = (root, boards) => {
             marks: [
                 Plot.ruleX([1], { stroke: "var(--ink)" }),
                 Plot.dot(cells, marks),
-                Plot.tip(cells, Plot.pointer({ x: "ratio", y: row, title: (each) => `${each.name}: ${each.ratio.toFixed(3)} ×`, fill: "var(--page)" })),
+                worklog.tip(cells, { x: "ratio", y: row, title: (each) => `${each.name}: ${each.ratio.toFixed(3)} ×` }),
             ],
         };
     }

@@ -38,15 +38,11 @@ worklog.sections.ladder = (root, data) => {
                     r: (step) => (isCurrent(step) ? 7 : 4),
                     fill: (step) => (isCurrent(step) ? "var(--accent)" : "var(--ramp7)"),
                 }),
-                Plot.tip(
-                    [...data.steps, ...data.peers.map((p) => ({ ...p, peer: true }))],
-                    Plot.pointer({
-                        x: (d) => (d.peer ? steps[0] : d.name),
-                        y: "tflops",
-                        title: (d) => `${d.name}: ${d.tflops.toPrecision(4)} TFLOP/s`,
-                        fill: "var(--page)",
-                    }),
-                ),
+                worklog.tip([...data.steps, ...data.peers.map((p) => ({ ...p, peer: true }))], {
+                    x: (d) => (d.peer ? steps[0] : d.name),
+                    y: "tflops",
+                    title: (d) => `${d.name}: ${d.tflops.toPrecision(4)} TFLOP/s`,
+                }),
             ],
         }),
     );

@@ -13,6 +13,13 @@ const worklog = {
         return made;
     },
 
+    // A plot's mark that says what is near the pointer. It comes and goes, so that plot() below cannot
+    // take its name away: it is hidden from assistive technology itself.
+    tip(data, options) {
+        const look = { fill: "var(--page)", ariaHidden: "true" };
+        return Plot.tip(data, Plot.pointer({ ...look, ...options }));
+    },
+
     // Keeps a plot in a container as wide as that, from when it comes near the screen on; until then
     // its place is kept. options(width) are Plot's with a height, a label that says in words what the
     // plot shows and, where one can pick a mark with a tip, onChoose(its datum). Returns a function

@@ -79,7 +79,7 @@ worklog.sections.pictures = (root, data) => {
                     { x: "column", y: "row", fill: (cell) => ramp[Math.min(Math.floor(Math.sqrt(cell.share / most) * 9), 8) - 1], inset: 0 },
                 ),
                 Plot.cell([{ row: at(row), column: at(column) }], { x: "column", y: "row", stroke: "var(--accent)", strokeWidth: 2, fill: "none" }),
-                Plot.tip(cells, Plot.pointer({ x: "column", y: "row", title: (cell) => `row ${cell.row}, column ${cell.column}: ${(100 * cell.share).toFixed(2)} %`, fill: "var(--page)", maxRadius: 30 })),
+                worklog.tip(cells, { x: "column", y: "row", title: (cell) => `row ${cell.row}, column ${cell.column}: ${(100 * cell.share).toFixed(2)} %`, maxRadius: 30 }),
             ],
         };
     }
@@ -112,7 +112,7 @@ worklog.sections.pictures = (root, data) => {
                 ...d3.sort(ends, (p) => -p.error).map((end, n) =>
                     Plot.text([end], { ...lines, text: "name", textAnchor: "start", dx: 5, dy: n === 0 ? -6 : 6, fill: "var(--ink)" }),
                 ),
-                Plot.tip(points, Plot.pointer({ ...lines, title: (p) => `${p.name}, position ${p.position}: ${p.error}`, fill: "var(--page)" })),
+                worklog.tip(points, { ...lines, title: (p) => `${p.name}, position ${p.position}: ${p.error}` }),
             ],
         };
     }
