@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from common.patch import read_patch
+from common.paths import ROOT
 from common.runtime import cpu
 from common.runtime.cpu import CpuBackend
 from common.step import Step, read_step
@@ -114,43 +115,56 @@ def segments(works: int, tiles: int, blocks: int) -> list[tuple[int, int, int, i
     return found
 
 
-def choose(metafunc: pytest.Metafunc, mutants: Sequence[Path], calls: Mapping[str, Call]) -> None:
-    """Parametrizes test_rejected by the mutants whose turn it is, and test_call by the calls that
-    these name and by those whose turn it is.
+class OnMoreMultiprocessors:
+    """Tests of a step's calls, and that its mutants are rejected whose cases name these calls, or
+    tests of the step. A file has a subclass, whose name begins with Test.
     """
-    sample = metafunc.config.getoption("mutants")
-    paths = chosen(mutants, sample)
-    if metafunc.function.__name__ == "test_rejected":
-        metafunc.parametrize("path", paths, ids=[path.stem for path in paths])
-        return
-    named = {name for path in paths for name in read_patch(path).header["cases"].split()}
-    turns = chosen(sorted(calls), sample)
-    metafunc.parametrize("name", [name for name in calls if name in named or name in turns])
 
+    step: Step
+    calls: Mapping[str, Call]
+    tests: Mapping[str, Callable[[Step], None]]
+    folder: str  # of the mutants, in verify/mutants
 
-def check_applies(path: Path, calls: Mapping[str, Call], tests: Mapping[str, object]) -> None:
-    patch = read_patch(path)
-    patch.apply()
-    assert patch.header["breaks"]
-    assert {*patch.header["cases"].split()} <= calls.keys() | tests.keys()
+    @classmethod
+    def mutants(cls) -> list[Path]:
+        return sorted((ROOT / "verify" / "mutants" / cls.folder).glob("*.patch"))
 
+    @classmethod
+    def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
+        """The mutants whose turn it is, the calls that these name, and those whose turn it is."""
+        its = metafunc.cls
+        sample = metafunc.config.getoption("mutants")
+        paths = chosen(its.mutants(), sample)
+        if "path" in metafunc.fixturenames:
+            metafunc.parametrize("path", paths, ids=[path.stem for path in paths])
+        if "name" in metafunc.fixturenames:
+            named = {name for path in paths for name in read_patch(path).header["cases"].split()}
+            turns = chosen(sorted(its.calls), sample)
+            names = [name for name in its.calls if name in named or name in turns]
+            metafunc.parametrize("name", names)
 
-def check_rejected(
-    path: Path,
-    calls: Mapping[str, Call],
-    tests: Mapping[str, Callable[[Step], None]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By each of the calls, or of the tests, that the patch names as its cases."""
-    patch = read_patch(path)
-    mutant = read_step(patch.write())
-    assert mutant.name == path.stem
-    monkeypatch.setattr(cpu, "STEP_FLAGS", flags_of_mutant(mutant))
-    for name in patch.header["cases"].split():
-        if test := tests.get(name):
-            with pytest.raises(AssertionError):
-                test(mutant)
-            continue
-        CpuBackend(0).build(mutant, calls[name].case.specialization)
-        result = check_call(mutant, calls[name])
-        assert result.verdict == "FAIL", f"not rejected: {result}"
+    def test_call(self, name: str) -> None:
+        result = check_call(self.step, self.calls[name])
+        assert result.passed, str(result)
+
+    def test_every_patch_applies(self) -> None:
+        for path in self.mutants():
+            patch = read_patch(path)
+            patch.apply()
+            assert patch.header["breaks"]
+            assert {*patch.header["cases"].split()} <= self.calls.keys() | self.tests.keys()
+
+    def test_rejected(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By each of the calls, or of the tests, that the patch names as its cases."""
+        patch = read_patch(path)
+        mutant = read_step(patch.write())
+        assert mutant.name == path.stem
+        monkeypatch.setattr(cpu, "STEP_FLAGS", flags_of_mutant(mutant))
+        for name in patch.header["cases"].split():
+            if test := self.tests.get(name):
+                with pytest.raises(AssertionError):
+                    test(mutant)
+                continue
+            CpuBackend(0).build(mutant, self.calls[name].case.specialization)
+            result = check_call(mutant, self.calls[name])
+            assert result.verdict == "FAIL", f"not rejected: {result}"

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import ClassVar
 
 import pytest
 import torch
 
 from common.catalog import find_step
-from common.paths import ROOT
 from common.problem import Shape
 from common.runtime.cpu import CpuBackend
 from common.step import MULTIPROCESSORS, Step
@@ -26,11 +26,8 @@ from verify.inputs import walks
 from verify.layouts import packed, padded, transposed
 from verify.tests.more_multiprocessors import (
     Call,
+    OnMoreMultiprocessors,
     ask_schedule,
-    check_applies,
-    check_call,
-    check_rejected,
-    choose,
     write_schedule,
 )
 from verify.tests.test_cluster import in_clusters
@@ -239,11 +236,6 @@ CALLS = {
 }
 
 
-def test_call(name):
-    result = check_call(STEP, CALLS[name])
-    assert result.passed, str(result)
-
-
 @pytest.mark.parametrize("kv_heads", [9, 19])  # in teams of 4 and of 2
 def test_a_row_does_not_depend_on_those_beside_it(kv_heads):
     """Where its batch and its head are in the call, and what the others are, changes no bit."""
@@ -260,23 +252,11 @@ def test_a_row_does_not_depend_on_those_beside_it(kv_heads):
         assert not torch.equal(x[1], y[1])
 
 
-# ---- with one thing wrong
+# ---- the calls, and with one thing wrong
 
 
-# Their cases are the calls above, and the test of all shares.
-TESTS = {"schedule": check_schedule}
-MUTANTS = sorted((ROOT / "verify" / "mutants" / "cluster_merge").glob("*.patch"))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.function in (test_call, test_rejected):
-        choose(metafunc, MUTANTS, CALLS)
-
-
-def test_every_patch_applies():
-    for path in MUTANTS:
-        check_applies(path, CALLS, TESTS)
-
-
-def test_rejected(path, monkeypatch):
-    check_rejected(path, CALLS, TESTS, monkeypatch)
+class TestCalls(OnMoreMultiprocessors):
+    step = STEP
+    calls = CALLS
+    tests: ClassVar = {"schedule": check_schedule}
+    folder = "cluster_merge"

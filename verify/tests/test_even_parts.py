@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import ClassVar
 
 import pytest
 import torch
 
 from common.catalog import find_step
-from common.paths import ROOT
 from common.problem import Shape
 from common.runtime.cpu import CpuBackend
 from common.step import Step
@@ -26,11 +26,8 @@ from verify.inputs import rising_logits, walks
 from verify.layouts import packed, padded, transposed
 from verify.tests.more_multiprocessors import (
     Call,
+    OnMoreMultiprocessors,
     ask_schedule,
-    check_applies,
-    check_call,
-    check_rejected,
-    choose,
     write_schedule,
 )
 
@@ -275,11 +272,6 @@ CALLS = {
 }
 
 
-def test_call(name):
-    result = check_call(STEP, CALLS[name])
-    assert result.passed, str(result)
-
-
 def test_the_grid_decides_the_bits():
     check_grids(STEP)
 
@@ -300,23 +292,11 @@ def check_grids(step: Step) -> None:
             assert repeated("output", got, other_got) != []
 
 
-# ---- with one thing wrong
+# ---- the calls, and with one thing wrong
 
 
-# Their cases are the calls above, and the two tests of more than one call.
-TESTS = {"schedule": check_schedule, "grids": check_grids}
-MUTANTS = sorted((ROOT / "verify" / "mutants" / "even_parts").glob("*.patch"))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.function in (test_call, test_rejected):
-        choose(metafunc, MUTANTS, CALLS)
-
-
-def test_every_patch_applies():
-    for path in MUTANTS:
-        check_applies(path, CALLS, TESTS)
-
-
-def test_rejected(path, monkeypatch):
-    check_rejected(path, CALLS, TESTS, monkeypatch)
+class TestCalls(OnMoreMultiprocessors):
+    step = STEP
+    calls = CALLS
+    tests: ClassVar = {"schedule": check_schedule, "grids": check_grids}
+    folder = "even_parts"

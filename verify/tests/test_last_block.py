@@ -13,12 +13,12 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import ClassVar
 
 import pytest
 import torch
 
 from common.catalog import find_step
-from common.paths import ROOT
 from common.problem import Shape
 from common.step import Step
 from verify.case import Case
@@ -26,11 +26,8 @@ from verify.inputs import graded, rising_logits, walks
 from verify.layouts import packed, padded, transposed
 from verify.tests.more_multiprocessors import (
     Call,
+    OnMoreMultiprocessors,
     ask_schedule,
-    check_applies,
-    check_call,
-    check_rejected,
-    choose,
     write_schedule,
 )
 
@@ -476,28 +473,11 @@ CALLS = {
 }
 
 
-def test_call(name):
-    result = check_call(STEP, CALLS[name])
-    assert result.passed, str(result)
+# ---- the calls, and with one thing wrong
 
 
-# ---- with one thing wrong
-
-
-# Their cases are the calls above, and the test of all shares.
-TESTS = {"schedule": check_schedule}
-MUTANTS = sorted((ROOT / "verify" / "mutants" / "last_block").glob("*.patch"))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.function in (test_call, test_rejected):
-        choose(metafunc, MUTANTS, CALLS)
-
-
-def test_every_patch_applies():
-    for path in MUTANTS:
-        check_applies(path, CALLS, TESTS)
-
-
-def test_rejected(path, monkeypatch):
-    check_rejected(path, CALLS, TESTS, monkeypatch)
+class TestCalls(OnMoreMultiprocessors):
+    step = STEP
+    calls = CALLS
+    tests: ClassVar = {"schedule": check_schedule}
+    folder = "last_block"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import ClassVar
 
-import pytest
 import torch
 
 from common.catalog import find_step
-from common.paths import ROOT
 from common.problem import Shape
 from common.step import Step
 from verify.case import Case
@@ -21,11 +20,8 @@ from verify.inputs import graded, rising_logits, walks
 from verify.layouts import packed, padded, transposed
 from verify.tests.more_multiprocessors import (
     Call,
+    OnMoreMultiprocessors,
     ask_schedule,
-    check_applies,
-    check_call,
-    check_rejected,
-    choose,
     write_beside,
 )
 from verify.tests.test_last_block import Sizes, check_schedule
@@ -146,28 +142,11 @@ CALLS = {
 }
 
 
-def test_call(name):
-    result = check_call(STEP, CALLS[name])
-    assert result.passed, str(result)
+# ---- the calls, and with one thing wrong
 
 
-# ---- with one thing wrong
-
-
-# Their cases are the calls above, and the tests of all shares and all quotients.
-TESTS = {"schedule": check_schedule, "divisor": check_divisor}
-MUTANTS = sorted((ROOT / "verify" / "mutants" / "own_keys").glob("*.patch"))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.function in (test_call, test_rejected):
-        choose(metafunc, MUTANTS, CALLS)
-
-
-def test_every_patch_applies():
-    for path in MUTANTS:
-        check_applies(path, CALLS, TESTS)
-
-
-def test_rejected(path, monkeypatch):
-    check_rejected(path, CALLS, TESTS, monkeypatch)
+class TestCalls(OnMoreMultiprocessors):
+    step = STEP
+    calls = CALLS
+    tests: ClassVar = {"schedule": check_schedule, "divisor": check_divisor}
+    folder = "own_keys"
