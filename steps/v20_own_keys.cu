@@ -41,8 +41,9 @@ constexpr bool Q_IN_REGISTERS = DIM <= 128;
 // Columns of a tensor in panels, as TMA writes them: in each, 8 rows of 128 bytes are swizzled.
 template <int ROWS>
 using Tile = Element[PANELS][ROWS][PANEL];
-// Copies that are under way at a time: with more than 64 KB of each SM, DRAM gets slower. Who copies waits
-// for the phase of an earlier one, so that stage must not have been filled again.
+// Copies that are under way at a time: with more than 64 KB of each SM (72 with 136 to 192 columns), DRAM
+// gets slower. Who copies waits for the phase of an earlier one, so that stage must not have been filled
+// again.
 constexpr int UNDER_WAY = (65536 - 1) / sizeof(Tile<BLOCK_N>) + 1;
 static_assert(UNDER_WAY < 2 * NUM_STAGES);
 
