@@ -132,15 +132,14 @@ class OnMoreMultiprocessors:
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
         """The mutants whose turn it is, the calls that these name, and those whose turn it is."""
-        its = metafunc.cls
         sample = metafunc.config.getoption("mutants")
-        paths = chosen(its.mutants(), sample)
+        paths = chosen(cls.mutants(), sample)
         if "path" in metafunc.fixturenames:
             metafunc.parametrize("path", paths, ids=[path.stem for path in paths])
         if "name" in metafunc.fixturenames:
             named = {name for path in paths for name in read_patch(path).header["cases"].split()}
-            turns = chosen(sorted(its.calls), sample)
-            names = [name for name in its.calls if name in named or name in turns]
+            turns = chosen(sorted(cls.calls), sample)
+            names = [name for name in cls.calls if name in named or name in turns]
             metafunc.parametrize("name", names)
 
     def test_call(self, name: str) -> None:
