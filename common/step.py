@@ -36,6 +36,7 @@ FEW_QUERIES, FEW_WORK_TILES = "for few queries", "for few work tiles"
 # None begins as one before it does.
 _FEW = FEW_HEADS, FEW_ROWS, FEWEST_ROWS, FEW_QUERIES, FEW_WORK_TILES
 _FEW_WITH_LENGTHS = "for few queries with lengths or windows"  # a condition of both kinds
+_DIVISORS = re.compile(r'^#include "attention_divisors\.cuh"', re.MULTILINE)
 _LENGTHS, _LENGTHS_LEFT = (
     "for lengths and windows",
     "for lengths and windows that no other step takes",
@@ -161,6 +162,7 @@ class Step:
     only_large_head_dim: bool  # attention() takes the step only where head_dim is_large()
     takes_lengths: bool  # its kernels take Lengths; attention() takes it only where they are given,
     only_left_over: bool  # and then only where it takes none of the others
+    takes_divisors: bool  # its kernels take Divisors
     unordered: tuple[str, ...]  # outputs whose last bits differ from run to run
     by_multiprocessors: bool  # the last bits differ from one number of multiprocessors to another
     parts: Parts | None  # where its kernels can be launched for one part of the keys after another
@@ -463,6 +465,7 @@ def read_step(path: Path) -> Step:
         only_large_head_dim=taken == "for large head_dim",
         takes_lengths=taken in (_LENGTHS, _LENGTHS_LEFT, _FEW_WITH_LENGTHS),
         only_left_over=taken == _LENGTHS_LEFT,
+        takes_divisors=_DIVISORS.search(source) is not None,
         unordered=_parse_repeats(path, title[1], fields.get("repeats")),
         by_multiprocessors=_REPEATS_ON_ONE_GPU.match(fields.get("repeats", "")) is not None,
         parts=_parse_parts(path, title[1], fields.get("parts")),

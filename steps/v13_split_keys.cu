@@ -4,14 +4,17 @@
 //     leaves many without any, all in a row into as many equal shares as there are blocks. What a block
 //     computes of a work tile that it has only a part of is O, m and l of its keys. A second kernel merges
 //     the parts. Where there are work tiles enough, whole ones are dealt out in turn. The rows of a work
-//     tile are the queries of all heads that look at the same keys
+//     tile are the queries of all heads that look at the same keys. What blocks divide by, to find their
+//     work tiles, the host has inverted
 // why: with one query a head is one block's work, and most SMs have none; and each head of a group
 //     reads the same keys again. Predicted: with one query and 8 sequences of 8192 keys or more, 0.93
 //     of the speed of a copy, as K and V come from global memory once, through all SMs
 // repeats: all bits on as many multiprocessors; their number decides where the keys are cut
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+#include "attention_divisors.cuh"
 #include "copy.cuh"
 #include "dependent_launch.cuh"
+#include "group_rows.cuh"
 #include "mma.cuh"
 #include "tma.cuh"
 #include "warpgroup.cuh"
@@ -48,22 +51,8 @@ struct alignas(128) Part {
 // A block leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
 // which goes on in the next block.
 enum PartKind { ENDS, GOES_ON };
-// How the tiles of keys are shared out. The first kernel leaves it for the second: to find it takes a dozen
-// divisions, one after the other.
-struct Shares {
-    int group, rows;           // heads of a key head; their queries
-    int consumers, tile_rows;  // warpgroups that have rows; the rows of a work tile
-    int row_tiles;             // of a key head
-    uint32_t tiles;            // of keys, of each work tile
-    uint32_t works;            // work tiles
-    uint32_t blocks;           // that have a share
-    bool is_whole;             // a share is of whole work tiles
-    uint32_t parts;            // or one of so many equal ones of a work tile, if that is not 0
-    uint32_t share, longer;    // or else of so many tiles of keys; of the first blocks one more
-};
 struct Parts {
     Part part[2][CONSUMERS];
-    Shares shares;  // in the first block's
 };
 constexpr int MAX_BLOCKS = 144;                       // no device of this architecture has more SMs
 constexpr int MERGE_THREADS = 256, MERGE_BLOCKS = 4;  // the latter on an SM
@@ -84,15 +73,16 @@ static_assert(sizeof(SharedMemory) <= 227 * 1024);
 extern "C" {
 __constant__ LaunchDescriptor launch_descriptor = {
     .alignment = 16,
-    .kernels = {{.name = "attention_forward",
-                 .grid = {{SEQ_Q, BLOCK_M}, {SEQ_K, BLOCK_N}, {HEADS, 1}, {BATCH, 1}},
-                 .threads = NUM_THREADS,
-                 .smem_bytes = sizeof(SharedMemory),
-                 .blocks_per_sm = 1},
-                {.name = "attention_merge",
-                 .grid = {{SEQ_Q, 1}, {HEADS, 1}, {BATCH, 1}},
-                 .threads = MERGE_THREADS,
-                 .blocks_per_sm = MERGE_BLOCKS}},
+    .kernels =
+        {{.name = "attention_forward",
+          .grid = {{SEQ_K, BLOCK_N}, {GROUP_ROWS, BLOCK_M * CONSUMERS}, {KV_HEADS, 1}, {BATCH, 1}},
+          .threads = NUM_THREADS,
+          .smem_bytes = sizeof(SharedMemory),
+          .blocks_per_sm = 1},
+         {.name = "attention_merge",
+          .grid = {{SEQ_Q, 1}, {HEADS, 1}, {BATCH, 1}, {SPLIT_KEYS, 1}},
+          .threads = MERGE_THREADS,
+          .blocks_per_sm = MERGE_BLOCKS}},
     // One for each block; by an axis, as blocks without a second tile leave parts, too.
     .workspace = {{.element_bytes = sizeof(Parts), .shape = {{BATCH, MAX_BLOCKS}}}},
     .k_box = {BLOCK_N, PANEL, SWIZZLE_128B},
@@ -114,49 +104,53 @@ struct Segment {
 
 // Row n of a key head is query n / group of head n % group of its group. What is counted here is less
 // than 2^32: a division of 64 bits takes ten times as long, and a short call waits for these.
-struct Schedule : Shares {
-    const AttentionParams& p;
+struct Schedule {
+    const DivisorsParams& p;
+    const Divisor tiles;      // of keys, of each work tile
+    const Divisor row_tiles;  // work tiles of a key head
+    const Divisor kv_heads;
+    const uint32_t works;            // work tiles
+    const int rows;                  // of a key head: the queries of its heads
+    const int consumers, tile_rows;  // warpgroups that have rows; the rows of a work tile
+    const bool is_whole;             // a share is of whole work tiles
+    uint32_t blocks;                 // that have a share
+    uint32_t parts;          // or one of so many equal ones of a work tile, if that is not 0
+    uint32_t share, longer;  // or else of so many tiles of keys; of the first blocks one more
 
-    __device__ Schedule(const AttentionParams& params, const Shares& shares)
-        : Shares(shares), p(params) {}
-
-    __device__ Schedule(const AttentionParams& params, int grid) : Shares{}, p(params) {
-        group = p.heads / p.kv_heads;
-        rows = group * p.seq_q;
-        consumers = rows <= BLOCK_M ? 1 : CONSUMERS;
-        tile_rows = BLOCK_M * consumers;
-        row_tiles = consumers == 1 ? 1 : (rows - 1) / (BLOCK_M * CONSUMERS) + 1;
-        tiles = (p.seq_k + BLOCK_N - 1) / BLOCK_N;
-        works = uint32_t(p.batch) * p.kv_heads * row_tiles;
-        blocks = min(grid, MAX_BLOCKS);
+    __device__ explicit Schedule(const DivisorsParams& params)
+        : p(params),
+          tiles(p.tiles[0]),
+          row_tiles(p.tiles[1]),
+          kv_heads(p.tiles[2]),
+          works(p.works.value),
+          rows(p.group.value * p.seq_q),
+          consumers(rows <= BLOCK_M ? 1 : CONSUMERS),
+          tile_rows(BLOCK_M * consumers),
+          is_whole(!p.split_keys),
+          blocks(p.blocks.value) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
         // of each, where that keeps nine tenths of the blocks busy.
-        const uint32_t idle = ((works - 1) / blocks + 1) * blocks - works;
-        const bool is_even = works >= blocks && works >= 9 * idle;
-        is_whole = is_even || uint64_t(works) * tiles > UINT32_MAX;
         if (is_whole) return;
-        parts = blocks / works;
+        parts = p.works.divide(blocks);
         if (10 * works * parts < 9 * blocks) parts = 0;
         if (parts > 0) {
-            parts = min(parts, tiles);
-            is_whole = parts == 1;
             blocks = works * parts;
             return;
         }
-        share = works * tiles / blocks;
-        longer = works * tiles - share * blocks;
+        share = p.blocks.divide(works * tiles.value);
+        longer = works * tiles.value - share * blocks;
     }
 
     // Where a block's share begins, and that of the block before ends.
     __device__ uint32_t cut(uint32_t block) const {
-        return parts > 0 ? block * tiles / parts : share * block + min(block, longer);
+        return parts > 0 ? block * tiles.value / parts : share * block + min(block, longer);
     }
     // Who has the first tile of a work tile, and the last one.
     __device__ uint32_t first_block(uint32_t work) const {
-        return parts > 0 ? work * parts : block_of(work * tiles);
+        return parts > 0 ? work * parts : block_of(work * tiles.value);
     }
     __device__ uint32_t last_block(uint32_t work) const {
-        return parts > 0 ? (work + 1) * parts - 1 : block_of((work + 1) * tiles - 1);
+        return parts > 0 ? (work + 1) * parts - 1 : block_of((work + 1) * tiles.value - 1);
     }
     // Whose share has the tile, if there are no equal ones.
     __device__ uint32_t block_of(uint32_t tile) const {
@@ -166,7 +160,8 @@ struct Schedule : Shares {
 
     // The keys that a row sees. Causal: query i sees j <= i + seq_k - seq_q.
     __device__ int visible_keys(int row) const {
-        return CAUSAL ? max(0, min(p.seq_k, row / group + p.seq_k - p.seq_q + 1)) : p.seq_k;
+        const int query = p.group.divide(row);
+        return CAUSAL ? max(0, min(p.seq_k, query + p.seq_k - p.seq_q + 1)) : p.seq_k;
     }
 };
 
@@ -180,31 +175,31 @@ struct Share {
     __device__ Share(const Schedule& s, uint32_t block) : schedule(s) {
         if (s.is_whole) {
             first_work = block, stride = s.blocks;
-            if (block < min(s.blocks, s.works)) count = (s.works - 1 - block) / stride + 1;
+            if (block < s.works) count = s.p.blocks.divide(s.works - 1 - block) + 1;
         } else if (block < s.blocks) {
             begin = s.cut(block), end = s.cut(block + 1);
-            first_work = begin / s.tiles;
-            count = (end - 1) / s.tiles - first_work + 1;
+            first_work = s.tiles.divide(begin);
+            count = s.tiles.divide(end - 1) - first_work + 1;
         }
     }
 
     __device__ Segment at(int i) const {
         const Schedule& s = schedule;
-        const uint32_t work = first_work + i * stride;
+        const uint32_t work = first_work + i * stride, tiles = s.tiles.value;
         Segment segment;
         if (s.is_whole) {
-            segment.first = 0, segment.end = s.tiles;
+            segment.first = 0, segment.end = tiles;
         } else {
-            const uint32_t before = work * s.tiles;
+            const uint32_t before = work * tiles;
             segment.first = max(begin, before) - before;
-            segment.end = min(end - before, s.tiles);
+            segment.end = min(end - before, tiles);
         }
-        segment.kind = segment.end == s.tiles ? ENDS : GOES_ON;
-        segment.is_whole = segment.first == 0 && segment.end == s.tiles;
-        const uint32_t head_of_keys = work / s.row_tiles;
-        segment.first_row = (work - head_of_keys * s.row_tiles) * s.tile_rows;
-        segment.batch = head_of_keys / s.p.kv_heads;
-        segment.kv_head = head_of_keys - segment.batch * s.p.kv_heads;
+        segment.kind = segment.end == tiles ? ENDS : GOES_ON;
+        segment.is_whole = segment.first == 0 && segment.end == tiles;
+        const uint32_t head_of_keys = s.row_tiles.divide(work);
+        segment.first_row = (work - head_of_keys * s.row_tiles.value) * s.tile_rows;
+        segment.batch = s.kv_heads.divide(head_of_keys);
+        segment.kv_head = head_of_keys - segment.batch * s.kv_heads.value;
         // Nothing is loaded that no row sees.
         const int last_row = min(segment.first_row + s.tile_rows, s.rows) - 1;
         segment.end = min(segment.end, (s.visible_keys(last_row) + BLOCK_N - 1) / BLOCK_N);
@@ -261,12 +256,12 @@ __device__ void load_q(const AttentionParams& p, const Share& share, SharedMemor
     constexpr int CHUNKS = DIM / VEC;  // of a row
     const Schedule& schedule = share.schedule;
     const int thread = threadIdx.x - 32 * (PRODUCER_WARP + 1);
-    const uint32_t group = schedule.group;
+    const Divisor group = schedule.p.group;
     int number = 0;  // of the tile
     for (int i = 0; i < share.count; ++i) {
         const Segment segment = share.at(i);
         const Element* group_q = p.q + segment.batch * p.q_stride.batch +
-                                 segment.kv_head * schedule.group * p.q_stride.head;
+                                 segment.kv_head * group.value * p.q_stride.head;
         // Two tiles arrive together where both places become free at the same time, and at first.
         const bool is_pair =
             schedule.consumers == CONSUMERS && (i == 0 || Q_TILES == 2 * CONSUMERS);
@@ -277,9 +272,9 @@ __device__ void load_q(const AttentionParams& p, const Share& share, SharedMemor
             const int rows = min(BLOCK_M, schedule.rows - first_row);
             for (int n = thread; n < rows * CHUNKS; n += 32 * Q_WARPS) {
                 const int local = n / CHUNKS, d = n % CHUNKS * VEC;
-                const uint32_t row = first_row + local, query = row / group;
-                const Element* q =
-                    group_q + (row - query * group) * p.q_stride.head + query * p.q_stride.row + d;
+                const uint32_t row = first_row + local, query = group.divide(row);
+                const Element* q = group_q + (row - query * group.value) * p.q_stride.head +
+                                   query * p.q_stride.row + d;
                 const bool valid = d < HEAD_DIM;
                 cp_async_cg(swizzled(smem.q[place.tile], local, d), valid ? q : p.q, valid);
             }
@@ -485,8 +480,9 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             if (first_row + 8 * r >= schedule.rows) continue;  // for the whole warp
             const bool is_there = row < schedule.rows;
             if (segment.is_whole) {
-                const int query = row / schedule.group;
-                const int head = segment.kv_head * schedule.group + row % schedule.group;
+                const Divisor group = schedule.p.group;
+                const int query = group.divide(row);
+                const int head = segment.kv_head * group.value + row - query * group.value;
                 const float inverse = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
                 Element* o = p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head +
                              query * p.o_stride.row;
@@ -523,13 +519,13 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
-    attention_forward(const __grid_constant__ AttentionParams p) {
+    attention_forward(const __grid_constant__ DivisorsParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
     if (threadIdx.x == 32 * PRODUCER_WARP) {
         prefetch_tensormap(p.k_map);
         prefetch_tensormap(p.v_map);
     }
-    const Schedule schedule(p, gridDim.x);
+    const Schedule schedule(p);
     const Share share(schedule, blockIdx.x);
     const int warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
     griddepcontrol_launch_dependents();  // attention_merge may take the SMs that become free
@@ -548,7 +544,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             mbarrier_init(smem.v_empty[stage], 4 * schedule.consumers);
         }
         fence_mbarrier_init();
-        if (blockIdx.x == 0) static_cast<Parts*>(p.workspace[0])->shares = schedule;
     }
     __syncthreads();  // the mbarriers are initialized
 
@@ -573,7 +568,7 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32
     constexpr int COLUMNS = MERGED_AT_ONCE / PARTS;
     // A work tile has the rows of CONSUMERS warpgroups, or it is the only one, and row_block is 0.
     const uint32_t row_block = row / BLOCK_M;
-    const uint32_t work = head_of_keys * schedule.row_tiles + row_block / CONSUMERS;
+    const uint32_t work = head_of_keys * schedule.row_tiles.value + row_block / CONSUMERS;
     const uint32_t first_block = schedule.first_block(work);
     const uint32_t last_block = schedule.last_block(work);
     const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
@@ -635,9 +630,10 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32
     }
     if (!is_there || lane > 0) return;
     const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-    const uint32_t query = row / schedule.group, batch = head_of_keys / p.kv_heads;
-    const uint32_t kv_head = head_of_keys - batch * p.kv_heads;
-    const uint32_t head = kv_head * schedule.group + row - query * schedule.group;
+    const Divisor group = schedule.p.group, kv_heads = schedule.kv_heads;
+    const uint32_t query = group.divide(row), batch = kv_heads.divide(head_of_keys);
+    const uint32_t kv_head = head_of_keys - batch * kv_heads.value;
+    const uint32_t head = kv_head * group.value + row - query * group.value;
     Element* out =
         p.o + batch * p.o_stride.batch + head * p.o_stride.head + query * p.o_stride.row + d;
 #pragma unroll
@@ -655,9 +651,7 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32
 template <int PARTS>
 __device__ void merge_rows(const AttentionParams& p, const Schedule& schedule, uint32_t parts) {
     constexpr int CHUNKS = HEAD_DIM * PARTS / MERGED_AT_ONCE;  // of a row of O
-    // No early return where there are no parts: ptxas would load the rest of the shares behind it.
-    const uint32_t num_rows =
-        schedule.is_whole ? 0 : uint32_t(p.batch) * p.kv_heads * schedule.rows;
+    const uint32_t num_rows = uint32_t(p.batch) * p.kv_heads * schedule.rows;
     const uint32_t chunks = num_rows * CHUNKS, threads = gridDim.x * MERGE_THREADS;
     // So many lanes that each loads all of its parts at once, unless there are not so many threads.
     int log_lanes = 0;
@@ -674,12 +668,12 @@ __device__ void merge_rows(const AttentionParams& p, const Schedule& schedule, u
 }
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS, MERGE_BLOCKS)
-    attention_merge(const __grid_constant__ AttentionParams p) {
-    griddepcontrol_wait();  // the parts are there
-    const Schedule schedule(p, static_cast<const Parts*>(p.workspace[0])->shares);
+    attention_merge(const __grid_constant__ DivisorsParams p) {
+    const Schedule schedule(p);
     const uint32_t parts = schedule.parts > 0
                                ? schedule.parts
-                               : min(schedule.tiles, schedule.blocks / schedule.works + 2);
+                               : min(schedule.tiles.value, p.works.divide(schedule.blocks) + 2);
+    griddepcontrol_wait();  // the parts are there
     if (parts <= 2)
         merge_rows<2>(p, schedule, parts);
     else

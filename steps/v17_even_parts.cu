@@ -9,6 +9,7 @@
 //     speed per SM, on all SMs, where a call takes much longer than to write and merge the parts
 // repeats: all bits on as many multiprocessors; their number decides where the keys are cut
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+#include "attention_divisors.cuh"
 #include "dependent_launch.cuh"
 #include "mma.cuh"
 #include "tma.cuh"
@@ -63,7 +64,6 @@ struct WorkTile {
 struct alignas(128) Part {
     float o[DIM / 8][4][PRODUCER];
     float shift[2][PRODUCER], row_sum[2][PRODUCER];
-    int parts;  // in the first one: how many a work tile has
 };
 constexpr int MAX_BLOCKS = 144;  // no device of this architecture has more SMs
 constexpr int MAX_ROUNDS = 3;    // of parts
@@ -105,7 +105,7 @@ __constant__ LaunchDescriptor launch_descriptor = {
                  .smem_bytes = sizeof(SharedMemory),
                  .blocks_per_sm = 1},
                 {.name = "attention_merge",
-                 .grid = {{SEQ_Q, 1}, {HEADS, 1}, {BATCH, 1}},
+                 .grid = {{SEQ_Q, 1}, {HEADS, 1}, {BATCH, 1}, {SPLIT_KEYS, 1}},
                  .threads = MERGE_THREADS,
                  .blocks_per_sm = MERGE_BLOCKS}},
     // By an axis, as blocks without a second tile leave parts, too.
@@ -132,57 +132,58 @@ __device__ int visible_tiles(const AttentionParams& p, int row) {
 // How many consumers a head's rows keep busy. Of three, 197 rows need two: as 4 groups of 64 they are
 // two work tiles of 2 groups, not one of 3 and one of a single group. A consumer that is alone takes
 // turns with itself.
-__device__ int busy_consumers(const AttentionParams& p) {
-    const int q_blocks = (p.seq_q + BLOCK_M - 1) / BLOCK_M, groups = (p.seq_q + 63) / 64;
-    return (groups + q_blocks - 1) / q_blocks;
+__device__ int busy_consumers(const DivisorsParams& p) {
+    return p.tiles[0].divide((p.seq_q - 1) / 64) + 1;
 }
 
 // The parts of all work tiles, in a row. Block b computes the parts b, b + gridDim.x, b + 2 gridDim.x
 // ..., each time one of a round.
 struct Schedule {
-    const AttentionParams& p;
-    int parts;       // of a work tile
-    int q_blocks;    // of a head
-    int tile_rows;   // of a work tile; the box of Q has BLOCK_M
-    int group_work;  // work tiles of a key head
-    int first_row;   // of a head's first work tile
-    int num_parts;   // of all work tiles
+    const DivisorsParams& p;
+    const Divisor q_blocks, heads;  // work tiles of a head; heads of a batch
+    int parts;                      // of a work tile
+    int tile_rows;                  // of a work tile; the box of Q has BLOCK_M
+    int group_work;                 // work tiles of a key head
+    int first_row;                  // of a head's first work tile
+    int num_parts;                  // of all work tiles
 
-    __device__ Schedule(const AttentionParams& params, int parts_each)
+    __device__ Schedule(const DivisorsParams& params, int parts_each)
         : p(params),
+          q_blocks(p.tiles[0]),
+          heads(p.tiles[2]),
           parts(parts_each),
-          q_blocks((p.seq_q + BLOCK_M - 1) / BLOCK_M),
           tile_rows(64 * busy_consumers(p)),
-          group_work(p.heads / p.kv_heads * q_blocks),
+          group_work(p.group.value * q_blocks.value),
           // A head's block that is not full is the first, which sees the fewest keys. O leaves in
           // boxes of 16 rows: each lies before the tensor's first row, or begins at one of its rows.
-          first_row(-((q_blocks * tile_rows - p.seq_q) / 16 * 16)),
-          num_parts(group_work * p.kv_heads * p.batch * parts) {}
+          first_row(-((int(q_blocks.value) * tile_rows - p.seq_q) / 16 * 16)),
+          num_parts(p.works.value * parts) {}
 
     // Of a key head, first the first part of all its work tiles: these are at the same keys.
     __device__ WorkTile at(uint32_t i) const {
-        const uint32_t head_of_keys = i / (group_work * parts);
-        const uint32_t rest = i - head_of_keys * group_work * parts, part = rest / group_work;
-        return part_of(head_of_keys, rest - part * group_work, part);
+        const uint32_t row = p.group.divide(q_blocks.divide(i));  // of parts in step
+        const uint32_t head_of_keys = row / parts;
+        return part_of(head_of_keys, i - row * group_work, row - head_of_keys * parts);
     }
 
     // Of a work tile, by its number; the next part is group_work later.
     __device__ WorkTile first_part(uint32_t work) const {
-        const uint32_t head_of_keys = work / group_work;
+        const uint32_t head_of_keys = p.group.divide(q_blocks.divide(work));
         return part_of(head_of_keys, work - head_of_keys * group_work, 0);
     }
 
     // Of a head of keys, by the number of its work tile and of that one's part.
     __device__ WorkTile part_of(uint32_t head_of_keys, uint32_t work, int part) const {
-        const uint32_t batch = head_of_keys / p.kv_heads, head_in_group = work / q_blocks;
-        const int kv_head = head_of_keys - batch * p.kv_heads;
-        const int q_start = first_row + int(work - head_in_group * q_blocks) * tile_rows;
+        const uint32_t head_in_group = q_blocks.divide(work);
+        const uint32_t head = head_of_keys * p.group.value + head_in_group;  // of all batches
+        const uint32_t batch = heads.divide(head);
+        const int q_start = first_row + int(work - head_in_group * q_blocks.value) * tile_rows;
         // A part that is left without tiles has one that no row sees.
         const int tiles = visible_tiles(p, q_start + tile_rows - 1);
         const int part_tiles = (tiles + parts - 1) / parts, first = part * part_tiles;
         const int number = (head_of_keys * parts + part) * group_work + work;
         return {q_start,
-                kv_head * (p.heads / p.kv_heads) + int(head_in_group),
+                int(head - batch * heads.value),
                 int(batch),
                 first,
                 max(first + 1, min(first + part_tiles, tiles)),
@@ -192,15 +193,15 @@ struct Schedule {
 };
 
 // How many parts each work tile has. In one more round there may be room for more of them. Which number
-// takes least? The first kernel, of `grid` blocks, leaves it for the second: that is a dozen divisions,
-// one after the other.
-__device__ int parts_of_each(const AttentionParams& p, int grid) {
-    const uint32_t work = Schedule(p, 1).num_parts, blocks = min(grid, MAX_BLOCKS);
-    const uint32_t tiles = visible_tiles(p, p.seq_q - 1), all_rounds = (work - 1) / blocks + 1;
+// takes least?
+__device__ int parts_of_each(const DivisorsParams& p) {
+    if (!p.split_keys) return 1;  // there is no second one
+    const uint32_t blocks = p.blocks.value, all_rounds = p.blocks.divide(p.works.value - 1) + 1;
+    const uint32_t tiles = visible_tiles(p, p.seq_q - 1);
     uint32_t parts = 1, least = all_rounds * (tiles + PART_TILES);
 #pragma unroll 1
     for (uint32_t rounds = all_rounds; rounds <= MAX_ROUNDS; ++rounds) {
-        const uint32_t count = min(rounds * blocks / work, tiles);
+        const uint32_t count = p.works.divide(rounds * blocks);
         const uint32_t part_tiles = (tiles - 1) / count + 1;
         const uint32_t time = rounds * (part_tiles + PART_TILES) + MERGE_TILES;
         if (count > 1 && time < least) least = time, parts = count;
@@ -256,15 +257,13 @@ constexpr int MOST_HIDDEN = NUM_STAGES - 1;
 static_assert(!CAUSAL || BLOCK_M - 64 <= MOST_HIDDEN * BLOCK_N);
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
-    attention_forward(const __grid_constant__ AttentionParams p) {
+    attention_forward(const __grid_constant__ DivisorsParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
     // Uniform across the warp; the shuffles tell the compiler so.
     const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
     const int lane = threadIdx.x % 32, consumers = busy_consumers(p);
     griddepcontrol_launch_dependents();  // attention_merge may take the SMs that become free
-    const Schedule schedule(p, parts_of_each(p, gridDim.x));
-    if (blockIdx.x == 0 && threadIdx.x == 0)
-        static_cast<Part*>(p.workspace[0])->parts = schedule.parts;
+    const Schedule schedule(p, parts_of_each(p));
     if (int(blockIdx.x) >= schedule.num_parts) return;
     const bool is_part = schedule.parts > 1;
 
@@ -308,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         };
         for (int i = blockIdx.x, last = 0; !last; i += gridDim.x) {
             const WorkTile work = schedule.at(i);
-            const int kv_head = work.head / (p.heads / p.kv_heads);
+            const int kv_head = p.group.divide(work.head);
             for (int tile = work.first; tile < work.end; ++tile, ++place.number) {
                 if (IS_PACED && place.number > 0)
                     wait_for(smem.k_full[place.before().stage()], place.before().phase());
@@ -474,7 +473,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     // S of a tile again: P has taken its place, and K may have left shared memory. So from global
     // memory, and by mma.sync, since the warpgroup's other warps may have nothing to repair.
     const auto compute_s_again = [&](const WorkTile& work, int tile) {
-        const int kv_head = work.head / (p.heads / p.kv_heads);
+        const int kv_head = p.group.divide(work.head);
         const int row = work.q_start + warp_row + lane / 4, key = tile * BLOCK_N + lane / 4;
         // Four elements of a row, zeros where it has none. A quad's lanes read 16 of them; in the
         // sum over d the order does not matter, if it is the same for Q and K.
@@ -729,14 +728,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 // ---- O = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread merges what
 // threads of the same number have left of a row, in some pairs of columns
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS, MERGE_BLOCKS)
-    attention_merge(const __grid_constant__ AttentionParams p) {
+    attention_merge(const __grid_constant__ DivisorsParams p) {
+    const Schedule schedule(p, parts_of_each(p));
     griddepcontrol_wait();  // the parts are there
-    const Part* const all_parts = static_cast<const Part*>(p.workspace[0]);
-    const Schedule schedule(p, all_parts->parts);
     if (schedule.parts == 1) return;
+    const Part* const all_parts = static_cast<const Part*>(p.workspace[0]);
     constexpr uint32_t CHUNKS = (DIM / 8 + MERGED_PAIRS - 1) / MERGED_PAIRS;
     const uint32_t threads = 2 * schedule.tile_rows;
-    const uint32_t num_work = uint32_t(p.batch) * p.kv_heads * schedule.group_work;
+    const uint32_t num_work = p.works.value;
     for (uint32_t i = blockIdx.x * MERGE_THREADS + threadIdx.x; i < num_work * CHUNKS * 2 * threads;
          i += gridDim.x * MERGE_THREADS) {
         const uint32_t slice = i / threads, thread = i - slice * threads;

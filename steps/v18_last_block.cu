@@ -4,11 +4,13 @@
 //     other parts of it, and merges them. A work tile has 32 rows, 8 of each warp, which leaves half of
 //     a product alone. Up to head_dim 64 a block has two rings, where there is work for both
 // why: of the 12 to 60 us that v13 takes for a query of each head on 1024 keys, its second kernel is
-//     4.5 where keys are split, and 2.3 where nothing is to be merged. Predicted: half of the one, and
-//     none of the other
+//     4.5 where keys are split, and was 2.3 where nothing is to be merged, until the host left it out
+//     there. Predicted: half of the one, and none of the other
 // repeats: all bits on as many multiprocessors; their number decides where the keys are cut
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+#include "attention_divisors.cuh"
 #include "copy.cuh"
+#include "group_rows.cuh"
 #include "mma.cuh"
 #include "signals.cuh"
 #include "tma.cuh"
@@ -89,7 +91,7 @@ extern "C" {
 __constant__ LaunchDescriptor launch_descriptor = {
     .alignment = 16,
     .kernels = {{.name = "attention_forward",
-                 .grid = {{SEQ_Q, TILE_ROWS}, {SEQ_K, BLOCK_N}, {HEADS, 1}, {BATCH, 1}},
+                 .grid = {{SEQ_K, BLOCK_N}, {GROUP_ROWS, TILE_ROWS}, {KV_HEADS, 1}, {BATCH, 1}},
                  .threads = NUM_THREADS,
                  .smem_bytes = sizeof(SharedMemory),
                  .blocks_per_sm = 1}},
@@ -106,64 +108,67 @@ __constant__ int32_t l2_fetch_bytes = HEAD_DIM % (2 * PANEL) == 0 ? 256 : 128;
 // here is less than 2^32: a division of 64 bits takes ten times as long, and a short call waits for
 // these.
 struct Schedule {
-    const AttentionParams& p;
-    int group, rows;         // heads of a key head; their queries
-    int row_tiles;           // of a key head
-    uint32_t tiles;          // of keys, of each work tile
-    uint32_t works;          // work tiles
+    const DivisorsParams& p;
+    const Divisor tiles;      // of keys, of each work tile
+    const Divisor row_tiles;  // work tiles of a key head
+    const Divisor kv_heads;
+    const int rows;          // of a key head: the queries of its heads
+    const uint32_t works;    // work tiles
     uint32_t rings;          // of a block that are used
     uint32_t shares;         // of all blocks
     bool is_whole;           // a share is of whole work tiles
     uint32_t parts;          // or one of so many equal ones of a work tile, if that is not 0
     uint32_t share, longer;  // or else of so many tiles of keys; of the first shares one more
 
-    __device__ Schedule(const AttentionParams& params, int grid)
+    __device__ explicit Schedule(const DivisorsParams& params)
         : p(params),
-          group(p.heads / p.kv_heads),
-          rows(group * p.seq_q),
-          row_tiles((rows - 1) / TILE_ROWS + 1),
-          tiles((p.seq_k + BLOCK_N - 1) / BLOCK_N),
-          works(uint32_t(p.batch) * p.kv_heads * row_tiles),
+          tiles(p.tiles[0]),
+          row_tiles(p.tiles[1]),
+          kv_heads(p.tiles[2]),
+          rows(p.group.value * p.seq_q),
+          works(p.works.value),
           rings(1),
-          shares(min(grid, MAX_BLOCKS)) {
+          shares(p.blocks.value) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
         // of each, where that keeps nine tenths of the rings busy. Long shares are equal instead.
-        const auto is_even = [&](uint32_t n) {
-            return works >= n && works >= 9 * (((works - 1) / n + 1) * n - works);
+        const auto is_even = [&](uint32_t rings_each) {
+            const uint32_t n = rings_each * p.blocks.value;
+            const uint32_t rounds = (p.blocks.divide(works - 1) >> (rings_each - 1)) + 1;
+            return works >= n && works >= 9 * (rounds * n - works);
         };
-        const uint64_t all_tiles = uint64_t(works) * tiles;
-        if (is_even(MAX_RINGS * shares) || all_tiles >= RING_SHARE * MAX_RINGS * shares)
+        const uint64_t all_tiles = uint64_t(works) * tiles.value;
+        if (is_even(MAX_RINGS) || all_tiles >= RING_SHARE * MAX_RINGS * shares)
             rings = MAX_RINGS, shares *= MAX_RINGS;
         const bool is_long = all_tiles >= LONG_SHARE * shares;
         // But row tiles that share keys stay whole: neighbours then read these from L2 together.
-        is_whole = (is_even(shares) && !(is_long && row_tiles == 1)) || all_tiles > UINT32_MAX;
+        is_whole = (is_even(rings) && !(is_long && row_tiles.value == 1)) || all_tiles > UINT32_MAX;
         if (is_whole) return;
-        parts = shares / works;
+        parts = p.works.divide(shares);
         if (10 * works * parts < 9 * shares || is_long) parts = 0;
         if (parts > 0) {
-            parts = min(parts, tiles);
             is_whole = parts == 1;
             shares = works * parts;
             return;
         }
-        share = works * tiles / shares;
-        longer = works * tiles - share * shares;
+        share = p.blocks.divide(works * tiles.value) >> (rings - 1);
+        longer = works * tiles.value - share * shares;
     }
 
     // Where a share begins, and the one before it ends.
     __device__ uint32_t cut(uint32_t index) const {
-        return parts > 0 ? index * tiles / parts : share * index + min(index, longer);
+        return parts > 0 ? index * tiles.value / parts : share * index + min(index, longer);
     }
     // The share that has the first tile of a work tile.
     __device__ uint32_t first_share(uint32_t work) const {
         if (parts > 0) return work * parts;
-        const uint32_t tile = work * tiles, first = cut(longer);
+        const uint32_t tile = work * tiles.value, first = cut(longer);
         return tile < first ? tile / (share + 1) : longer + (tile - first) / share;
     }
 
     // The keys that a row sees. Causal: query i sees j <= i + seq_k - seq_q.
     __device__ int visible_keys(int row) const {
-        return CAUSAL ? max(0, min(p.seq_k, row / group + p.seq_k - p.seq_q + 1)) : p.seq_k;
+        const int query = p.group.divide(row);
+        return CAUSAL ? max(0, min(p.seq_k, query + p.seq_k - p.seq_q + 1)) : p.seq_k;
     }
 };
 
@@ -180,37 +185,38 @@ struct Share {
         if (ring >= s.rings) return;  // it has none
         if (s.is_whole) {
             first_work = index, stride = s.shares;
-            if (index < min(s.shares, s.works)) count = (s.works - 1 - index) / stride + 1;
+            if (index < s.works)
+                count = (s.p.blocks.divide(s.works - 1 - index) >> (s.rings - 1)) + 1;
         } else if (index < s.shares) {
             begin = s.cut(index), end = s.cut(index + 1);
-            first_work = begin / s.tiles;
-            count = (end - 1) / s.tiles - first_work + 1;
+            first_work = s.tiles.divide(begin);
+            count = s.tiles.divide(end - 1) - first_work + 1;
         }
     }
 
     // Whether it has the last keys of a work tile whose first ones it has not.
     __device__ bool has_parts_to_merge() const {
-        return begin % schedule.tiles != 0 &&
-               schedule.tiles - begin % schedule.tiles <= end - begin;
+        const uint32_t tiles = schedule.tiles.value, left = (first_work + 1) * tiles - begin;
+        return left < tiles && left <= end - begin;
     }
 
     __device__ Segment at(uint32_t i) const {
         const Schedule& s = schedule;
-        const uint32_t work = first_work + i * stride;
+        const uint32_t work = first_work + i * stride, tiles = s.tiles.value;
         Segment segment;
         if (s.is_whole) {
-            segment.first = 0, segment.end = s.tiles;
+            segment.first = 0, segment.end = tiles;
         } else {
-            const uint32_t before = work * s.tiles;
+            const uint32_t before = work * tiles;
             segment.first = max(begin, before) - before;
-            segment.end = min(end - before, s.tiles);
+            segment.end = min(end - before, tiles);
         }
-        segment.kind = segment.end == s.tiles ? ENDS : GOES_ON;
-        segment.is_whole = segment.first == 0 && segment.end == s.tiles;
-        const uint32_t head_of_keys = work / s.row_tiles;
-        segment.first_row = (work - head_of_keys * s.row_tiles) * TILE_ROWS;
-        segment.batch = head_of_keys / s.p.kv_heads;
-        segment.kv_head = head_of_keys - segment.batch * s.p.kv_heads;
+        segment.kind = segment.end == tiles ? ENDS : GOES_ON;
+        segment.is_whole = segment.first == 0 && segment.end == tiles;
+        const uint32_t head_of_keys = s.row_tiles.divide(work);
+        segment.first_row = (work - head_of_keys * s.row_tiles.value) * TILE_ROWS;
+        segment.batch = s.kv_heads.divide(head_of_keys);
+        segment.kv_head = head_of_keys - segment.batch * s.kv_heads.value;
         // Nothing is loaded that no row sees.
         const int last_row = min(segment.first_row + TILE_ROWS, s.rows) - 1;
         segment.end = min(segment.end, (s.visible_keys(last_row) + BLOCK_N - 1) / BLOCK_N);
@@ -261,12 +267,14 @@ __device__ void load_q(const AttentionParams& p, const Share& share, uint32_t i,
     constexpr int CHUNKS = DIM / VEC;  // of a row
     const Schedule& schedule = share.schedule;
     const Segment segment = share.at(i);
+    const Divisor group = schedule.p.group;
     const int rows = min(TILE_ROWS, schedule.rows - segment.first_row);
     for (int n = threadIdx.x % 128; n < rows * CHUNKS; n += 128) {
         const int local = n / CHUNKS, d = n % CHUNKS * VEC, row = segment.first_row + local;
-        const int head = segment.kv_head * schedule.group + row % schedule.group;
+        const int query = group.divide(row);
+        const int head = segment.kv_head * group.value + row - query * group.value;
         const Element* q = p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
-                           row / schedule.group * p.q_stride.row + d;
+                           query * p.q_stride.row + d;
         const bool valid = d < HEAD_DIM;
         cp_async_cg(swizzled(ring.q[i % Q_STAGES], row_of_product(local), d), valid ? q : p.q,
                     valid);
@@ -439,8 +447,9 @@ __device__ void compute(const AttentionParams& p, const Share& share, Ring& ring
         row_sum = quad_sum(row_sum);
         const bool is_there = row < schedule.rows;
         if (is_there && segment.is_whole) {
-            const int query = row / schedule.group;
-            const int head = segment.kv_head * schedule.group + row % schedule.group;
+            const Divisor group = schedule.p.group;
+            const int query = group.divide(row);
+            const int head = segment.kv_head * group.value + row - query * group.value;
             const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
             Element* o = p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head +
                          query * p.o_stride.row + 2 * (lane % 4);
@@ -518,8 +527,9 @@ __device__ void merge_chunk(const AttentionParams& p, const Schedule& schedule, 
     }
     if (!is_there || lane > 0) return;
     const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-    const int row = merge.segment.first_row + local, query = row / schedule.group;
-    const int head = merge.segment.kv_head * schedule.group + row % schedule.group;
+    const Divisor group = schedule.p.group;
+    const int row = merge.segment.first_row + local, query = group.divide(row);
+    const int head = merge.segment.kv_head * group.value + row - query * group.value;
     Element* out = p.o + merge.segment.batch * p.o_stride.batch + head * p.o_stride.head +
                    query * p.o_stride.row;
     store_float4(out + d,
@@ -566,7 +576,7 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, Shared
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
-    attention_forward(const __grid_constant__ AttentionParams p) {
+    attention_forward(const __grid_constant__ DivisorsParams p) {
     const int warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
     const bool computes = warp < PRODUCER_WARP;
     const uint32_t ring_index = computes ? warp / 4 : warp - PRODUCER_WARP;
@@ -578,7 +588,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         prefetch_tensormap(p.k_map);
         prefetch_tensormap(p.v_map);
     }
-    const Schedule schedule(p, gridDim.x);
+    const Schedule schedule(p);
     const Share share(schedule, ring_index);
 
     if (starts) {

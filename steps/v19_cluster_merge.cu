@@ -8,6 +8,7 @@
 //     start or to end. Predicted for 16 queries of 64 heads on 8 heads of keys, 1024 keys and head_dim
 //     256: 13 to 15 us instead of 24
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+#include "attention_divisors.cuh"
 #include "cluster.cuh"
 #include "copy.cuh"
 #include "group_rows.cuh"
@@ -17,7 +18,7 @@
 #include "warpgroup.cuh"
 #include "wgmma.cuh"
 
-constexpr int CLUSTER = 8;  // blocks
+constexpr int LOG_CLUSTER = 3, CLUSTER = 1 << LOG_CLUSTER;  // blocks
 // So many clusters run at once, at least: a cluster is in one GPC, of which an H100 has eight, of up to
 // 18 SMs. On the one that was measured 15 run: of its GPCs one has fewer than 16.
 constexpr int CLUSTERS = 14;
@@ -89,50 +90,53 @@ __constant__ int32_t l2_fetch_bytes = HEAD_DIM % (2 * PANEL) == 0 ? 256 : 128;
 // Work tiles: each of up to BLOCK_M rows, which share a key head.
 __device__ int num_works() { return gridDim.x / CLUSTER; }
 
-// How many blocks have a work tile's keys: a cluster, or a half or a quarter of one where that lets more
-// work tiles, or all, run at once.
-__device__ int team_size() {
-    int team = CLUSTER;
-    while (team > 2 && num_works() * team > CLUSTERS * CLUSTER) team /= 2;
-    return team;
+// The logarithm to base 2 of how many blocks have a work tile's keys: a cluster, or a half or a quarter of
+// one where that lets more work tiles, or all, run at once.
+__device__ int log_team_size() {
+    int log_team = LOG_CLUSTER;
+    while (log_team > 1 && num_works() << log_team > CLUSTERS * CLUSTER) --log_team;
+    return log_team;
 }
 
 // A block's share of a work tile: the tiles of keys first ... end - 1. Row n of a key head is query
 // n / group of head n % group of its group.
 struct Work {
-    const AttentionParams& p;
-    int group;       // heads of a key head
-    int team, rank;  // blocks that share the work tile, and which of them this is
+    const DivisorsParams& p;
+    int log_team, team, rank;  // blocks that share the work tile: 2^log_team; which of them this is
     int first_row, num_rows, kv_head, batch;
     int first, end;
 
-    __device__ Work(const AttentionParams& params)
-        : p(params), group(p.heads / p.kv_heads), team(team_size()), rank(cluster_rank() % team) {
-        const int all_rows = group * p.seq_q, row_tiles = (all_rows - 1) / BLOCK_M + 1;
-        const int work = blockIdx.x / team, head_of_keys = work / row_tiles;
-        first_row = work % row_tiles * BLOCK_M;
-        num_rows = min(BLOCK_M, all_rows - first_row);
-        batch = head_of_keys / p.kv_heads;
-        kv_head = head_of_keys % p.kv_heads;
+    __device__ Work(const DivisorsParams& params)
+        : p(params),
+          log_team(log_team_size()),
+          team(1 << log_team),
+          rank(cluster_rank() & (team - 1)) {
+        const Divisor row_tiles = p.tiles[1], kv_heads = p.tiles[2];
+        const int work = blockIdx.x >> log_team, head_of_keys = row_tiles.divide(work);
+        first_row = (work - head_of_keys * row_tiles.value) * BLOCK_M;
+        num_rows = min(BLOCK_M, p.group.value * p.seq_q - first_row);
+        batch = kv_heads.divide(head_of_keys);
+        kv_head = head_of_keys - batch * kv_heads.value;
         // Nothing is loaded that no row sees.
         const int64_t tiles = (visible_keys(num_rows - 1) + BLOCK_N - 1) / BLOCK_N;
-        first = rank * tiles / team;
-        end = (rank + 1) * tiles / team;
+        first = rank * tiles >> log_team;
+        end = (rank + 1) * tiles >> log_team;
     }
 
     // The keys that a row of the work tile sees. Causal: query i sees j <= i + seq_k - seq_q.
     __device__ int visible_keys(int row) const {
-        const int query = (first_row + row) / group;
-        return CAUSAL ? max(0, min(p.seq_k, query + p.seq_k - p.seq_q + 1)) : p.seq_k;
+        return CAUSAL ? max(0, min(p.seq_k, query(row) + p.seq_k - p.seq_q + 1)) : p.seq_k;
     }
-    // Its head and query.
-    __device__ int head(int row) const { return kv_head * group + (first_row + row) % group; }
-    __device__ int query(int row) const { return (first_row + row) / group; }
+    // Its query and head.
+    __device__ int query(int row) const { return p.group.divide(first_row + row); }
+    __device__ int head(int row) const {
+        return kv_head * p.group.value + first_row + row - query(row) * p.group.value;
+    }
 
     // The rank in the cluster of the team's block `to`.
     __device__ int in_cluster(int to) const { return cluster_rank() - rank + to; }
     // Each block merges so many of O's columns, in eights; the last ones merge what is left.
-    __device__ int merged() const { return (COLUMNS_OF_O + team - 1) / team; }
+    __device__ int merged() const { return (COLUMNS_OF_O + team - 1) >> log_team; }
     __device__ int merged_here() const {
         return max(0, min(merged(), COLUMNS_OF_O - rank * merged()));
     }
@@ -355,7 +359,7 @@ __device__ void compute(const Work& work, SharedMemory& smem) {
 __device__ void send_part(const Work& work, SharedMemory& smem) {
     const int lane = threadIdx.x % 32, merged = work.merged();
     // Which of its others this block is to another one.
-    const auto number = [&](int to) { return (work.rank - to - 1 + work.team) % work.team; };
+    const auto number = [&](int to) { return (work.rank - to - 1) & (work.team - 1); };
     for (int n = lane; n < COLUMNS_OF_O; n += 32) {
         const int to = n / merged;
         if (to != work.rank)
@@ -405,9 +409,10 @@ __device__ void merge(const Work& work, const SharedMemory& smem) {
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(NUM_THREADS, 1)
-    attention_forward(const __grid_constant__ AttentionParams p) {
+    attention_forward(const __grid_constant__ DivisorsParams p) {
     SharedMemory& smem = shared_memory<SharedMemory>();
-    if (int(blockIdx.x) >= num_works() * team_size()) return;  // smaller teams need fewer blocks
+    if (int(blockIdx.x) >= num_works() << log_team_size())
+        return;  // smaller teams need fewer blocks
     const Work work(p);
     const int warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
     if (threadIdx.x == 32 * PRODUCER_WARP) {

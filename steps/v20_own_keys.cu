@@ -4,15 +4,17 @@
 //     one. Each warp has a quarter of a tile's keys to itself, with m, l and O of its own, and waits for
 //     nobody else until the work tile ends. Then all merge what they have found, as blocks merge parts.
 //     So a work tile has 16 rows, and one ring of more stages, 64 KB of which are under way, is enough.
-//     The first copies wait for no other warp, and work tiles are found without divisions. Where the last
-//     round of work tiles would leave many blocks idle, or for long, it is cut into equal shares, which come
-//     first: warps that do not compute merge them meanwhile
+//     The first copies wait for no other warp. Where the last round of work tiles would leave many blocks
+//     idle, or for long, it is cut into equal shares, which come first: warps that do not compute merge
+//     them meanwhile
 // why: v18 computes with a tile for 1020 of the 1700 cycles that its bytes take to arrive, with up to 32
 //     rows of 64 columns, and its second ring hides that in part. A kernel that only reads is 1.4 % faster
 //     with many keys. Predicted: as much
 // repeats: all bits on as many multiprocessors; their number decides where the keys are cut
 // limits: bf16, fp16; head_dim 8-256 by 8; sm_90a
+#include "attention_divisors.cuh"
 #include "copy.cuh"
+#include "group_rows.cuh"
 #include "mma.cuh"
 #include "signals.cuh"
 #include "tma.cuh"
@@ -109,7 +111,7 @@ extern "C" {
 __constant__ LaunchDescriptor launch_descriptor = {
     .alignment = 16,
     .kernels = {{.name = "attention_forward",
-                 .grid = {{SEQ_Q, TILE_ROWS}, {SEQ_K, BLOCK_N}, {HEADS, 1}, {BATCH, 1}},
+                 .grid = {{SEQ_K, BLOCK_N}, {GROUP_ROWS, TILE_ROWS}, {KV_HEADS, 1}, {BATCH, 1}},
                  .threads = NUM_THREADS,
                  .smem_bytes = sizeof(SharedMemory),
                  .blocks_per_sm = 1}},
@@ -122,64 +124,49 @@ __constant__ LaunchDescriptor launch_descriptor = {
 __constant__ int32_t l2_fetch_bytes = HEAD_DIM % (2 * PANEL) == 0 ? 256 : 128;
 }
 
-// Divides by a number that is known early: by a multiplication, where a division takes 100 cycles. Each
-// work tile begins with some.
-struct Divisor {
-    uint32_t value, inverse;
-
-    __device__ explicit Divisor(uint32_t divisor) : value(divisor), inverse(UINT32_MAX / divisor) {}
-    __device__ uint32_t divide(uint32_t n) const {
-        const uint32_t quotient = uint64_t(n) * inverse >> 32;  // it, or one less
-        return quotient + (n - quotient * value >= value);
-    }
-};
-
 // The shares. Row n of a key head is query n / group of head n % group of its group. What is counted
 // here is less than 2^32: a division of 64 bits takes ten times as long, and a short call waits for
 // these.
 struct Schedule {
-    const AttentionParams& p;
-    Divisor blocks, kv_heads, tiles;  // tiles: of keys, of each work tile
-    Divisor group;                    // heads of a key head
-    int rows;                         // of a key head: the queries of its heads
-    Divisor row_tiles;                // work tiles of a key head
-    uint32_t works;                   // work tiles
-    uint32_t shares;                  // of all blocks
-    uint32_t cut_works;               // so many work tiles are cut, the first ones:
-    uint32_t parts;                   // into so many equal parts each, if that is not 0
+    const DivisorsParams& p;
+    const Divisor tiles;      // of keys, of each work tile
+    const Divisor row_tiles;  // work tiles of a key head
+    const Divisor kv_heads;
+    const int rows;          // of a key head: the queries of its heads
+    const uint32_t works;    // work tiles
+    uint32_t shares;         // of all blocks
+    uint32_t cut_works;      // so many work tiles are cut, the first ones:
+    uint32_t parts;          // into so many equal parts each, if that is not 0
     uint32_t share, longer;  // or else into shares of so many tiles; of the first ones one more
 
-    __device__ Schedule(const AttentionParams& params, int grid)
+    __device__ explicit Schedule(const DivisorsParams& params)
         : p(params),
-          blocks(min(grid, MAX_BLOCKS)),
-          kv_heads(p.kv_heads),
-          tiles((p.seq_k - 1) / BLOCK_N + 1),
-          group(kv_heads.divide(p.heads)),
-          rows(group.value * p.seq_q),
-          row_tiles((rows - 1) / TILE_ROWS + 1),
-          works(uint32_t(p.batch) * p.kv_heads * row_tiles.value),
-          shares(blocks.value),
+          tiles(p.tiles[0]),
+          row_tiles(p.tiles[1]),
+          kv_heads(p.tiles[2]),
+          rows(p.group.value * p.seq_q),
+          works(p.works.value),
+          shares(p.blocks.value),
           cut_works(0),
           parts(0) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, but for a rest of which
         // there are not enough for all blocks.
-        const uint32_t rounds = blocks.divide(works), rest = works - rounds * shares;
+        const uint32_t rounds = p.blocks.divide(works), rest = works - rounds * shares;
         const uint64_t rest_tiles = uint64_t(rest) * tiles.value;
         if (rest == 0 || rest_tiles > UINT32_MAX) return;
         if (rounds > 0) {
             // Nor is that which keeps nine tenths of all rounds busy, and of which shares would be short.
-            if (works >= 9 * (shares - rest) && rest_tiles < REST_SHARE * shares) return;
+            if (!p.split_keys && rest_tiles < REST_SHARE * shares) return;
         } else if (rest_tiles < LONG_SHARE * shares) {
-            // As many parts of each, if these keep nine tenths of the blocks busy. With fewer tiles than
-            // that, equal shares have one or none.
-            parts = shares / rest;
-            if (parts > tiles.value || 10 * rest * parts < 9 * shares) parts = 0;
+            // As many parts of each, if these keep nine tenths of the blocks busy.
+            parts = p.works.divide(shares);
+            if (10 * rest * parts < 9 * shares) parts = 0;
         }
         cut_works = rest;
         if (parts > 0) {
             shares = rest * parts;
         } else {
-            share = blocks.divide(rest_tiles);
+            share = p.blocks.divide(rest_tiles);
             longer = rest_tiles - share * shares;
         }
     }
@@ -197,13 +184,13 @@ struct Schedule {
 
     // The keys that a row sees. Causal: query i sees j <= i + seq_k - seq_q.
     __device__ int visible_keys(int row) const {
-        const int query = group.divide(row);
+        const int query = p.group.divide(row);
         return CAUSAL ? max(0, query - p.seq_q + p.seq_k + 1) : p.seq_k;
     }
 
     __device__ RowPlace place(const Segment& segment, int row) const {
-        const int query = group.divide(row);
-        const int head = segment.kv_head * group.value + row - query * group.value;
+        const int query = p.group.divide(row);
+        const int head = segment.kv_head * p.group.value + row - query * p.group.value;
         return {p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
                     query * p.q_stride.row,
                 p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head +
@@ -230,7 +217,7 @@ struct Share {
             num_cut = s.tiles.divide(end - 1) - first_work + 1;
         }
         const uint32_t whole = s.works - s.cut_works;
-        count = num_cut + (index < whole ? s.blocks.divide(whole - 1 - index) + 1 : 0);
+        count = num_cut + (index < whole ? s.p.blocks.divide(whole - 1 - index) + 1 : 0);
     }
 
     // Whether it has the last keys of a work tile whose first ones it has not.
@@ -251,7 +238,7 @@ struct Share {
             segment.first = max(begin, before) - before;
             segment.end = min(end - before, tiles);
         } else {
-            work = s.cut_works + index + (i - num_cut) * s.blocks.value;
+            work = s.cut_works + index + (i - num_cut) * s.p.blocks.value;
             segment.first = 0, segment.end = tiles;
         }
         segment.kind = segment.end == tiles ? ENDS : GOES_ON;
@@ -601,7 +588,7 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, const 
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
-    attention_forward(const __grid_constant__ AttentionParams p) {
+    attention_forward(const __grid_constant__ DivisorsParams p) {
     const int warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
     const bool computes = warp < PRODUCER_WARP, copies = warp == PRODUCER_WARP;
     SharedMemory& smem = shared_memory<SharedMemory>();
@@ -621,7 +608,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         __syncwarp();  // the mbarriers are initialized: the copies need not wait for those that compute
         bar_arrive(MBARRIERS_BARRIER, 32 * (COMPUTING + 1));
     }
-    const Schedule schedule(p, gridDim.x);
+    const Schedule schedule(p);
     const Share share(schedule);
 
     if (computes)

@@ -187,7 +187,7 @@ def _description(candidate: Candidate, backend: GpuBackend, case: Case) -> dict:
     step, spec = candidate.step, case.specialization
     resources = backend.resources(step, spec)
     sizes = asdict(case.shape)
-    plan = read_plan(backend.descriptor(step, spec), backend.multiprocessors, step.takes_lengths)
+    plan = read_plan(step, backend.descriptor(step, spec), backend.multiprocessors)
     in_order = [sizes[name] for name in SIZES]
     in_order.append(padded_queries(sizes["batch"], sizes["seq_q"], sizes["batch"]))
     workspace_bytes = sum(plan.workspace_bytes(in_order))

@@ -202,7 +202,7 @@ class CpuBackend:
     def prepare_kernel(self, step: Step, spec: Specialization, name: str) -> KernelCall:
         step.require(spec)
         assert self.calls == 1, "a second call would add to what is kept again"
-        plan = read_plan(self.descriptor(step, spec), self.multiprocessors)
+        plan = read_plan(step, self.descriptor(step, spec), self.multiprocessors)
         one_kernel(step, plan, name)  # raises where there is none
         return lambda tensors, scalars, workspaces: self._execute(
             step, spec, tensors, scalars, kernel=name, lasting=workspaces
@@ -238,7 +238,7 @@ class CpuBackend:
         operation = step.operation
         program = self.build(step, spec)
         descriptor = _read_descriptor(operation, program)
-        plan = read_plan(descriptor, self.multiprocessors, step.takes_lengths)
+        plan = read_plan(step, descriptor, self.multiprocessors)
         num_returned = len(plan.workspaces)
         if kernel is not None:
             _, plan, num_returned = one_kernel(step, plan, kernel)
@@ -309,6 +309,7 @@ class CpuBackend:
         kernels = [
             (kernel.name.encode(), num_blocks, kernel.threads, kernel.smem_bytes)
             for kernel, num_blocks in zip(plan.kernels, blocks, strict=True)
+            if num_blocks > 0
         ]
         request = _Request(
             seed=self.seed,

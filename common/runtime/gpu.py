@@ -204,7 +204,7 @@ class GpuBackend:
             assert size == ctypes.sizeof(descriptor), "launch.py and launch.h differ"
             starts_early = self._kernels_start_early(step, module)
             resources = parse_resources(build.log)
-            plan = read_plan(descriptor, self.multiprocessors, step.takes_lengths)
+            plan = read_plan(step, descriptor, self.multiprocessors)
             planned, kernels, clusters = [], [], []
             for index, kernel in enumerate(plan.kernels):
                 name = kernel.name

@@ -44,6 +44,7 @@ def params_type(operation: Operation) -> type[ctypes.Structure]:
 PADDED_Q, MOST_TILE_ROWS = len(SIZES), 128  # as in lengths.h
 COLUMNS = len(SIZES) + 1  # as in slices.cuh
 GROUP_ROWS = len(SIZES) + 2  # as in group_rows.cuh
+SPLIT_KEYS = len(SIZES) + 3  # as in divisors.h
 
 
 class LengthsParams(ctypes.Structure):
@@ -59,9 +60,28 @@ class LengthsParams(ctypes.Structure):
     ]
 
 
+class Divisor(ctypes.Structure):
+    """struct Divisor of divisors.h."""
+
+    _fields_ = [("value", ctypes.c_uint32), ("inverse", ctypes.c_uint32)]
+
+
+class DivisorsParams(ctypes.Structure):
+    """struct Divisors of divisors.h: what kernels that take divisors take beyond params_type."""
+
+    _fields_ = [
+        ("tiles", Divisor * 4),
+        ("works", Divisor),
+        ("blocks", Divisor),
+        ("group", Divisor),
+        ("split_keys", ctypes.c_int32),
+    ]
+
+
 def params_bytes(step: Step) -> int:
     """The size of the struct that the step's kernels take."""
-    return ctypes.sizeof(params_type(step.operation)) + PARAMS_ALIGNMENT * step.takes_lengths
+    takes_more = step.takes_lengths or step.takes_divisors
+    return ctypes.sizeof(params_type(step.operation)) + PARAMS_ALIGNMENT * takes_more
 
 
 class Extent(ctypes.Structure):
@@ -172,15 +192,19 @@ class Plan:
         return not any_persistent
 
 
-def read_plan(
-    descriptor: LaunchDescriptor, multiprocessors: int, takes_lengths: bool = False
-) -> Plan:
+def read_plan(step: Step, descriptor: LaunchDescriptor, multiprocessors: int) -> Plan:
     """The plan of a step on a device with this many multiprocessors.
 
     Raises UsageError for an invalid descriptor.
     """
-    known = [*range(len(SIZES)), *[PADDED_Q] * takes_lengths, COLUMNS, GROUP_ROWS]
+    known = [*range(len(SIZES)), COLUMNS, GROUP_ROWS]
+    known += [PADDED_Q] * step.takes_lengths + [SPLIT_KEYS] * step.takes_divisors
     alignment = descriptor.alignment
+    if any(extent.size == SPLIT_KEYS for extent in descriptor.kernels[0].grid):
+        raise UsageError(
+            f"the launch descriptor's first kernel has an axis of size {SPLIT_KEYS}, SPLIT_KEYS, "
+            "which is found out from it: leave that to the next ones"
+        )
     if not descriptor.kernels[0].name or alignment < 1 or alignment & (alignment - 1):
         raise UsageError(
             "the launch descriptor must name a kernel and an alignment that is a power of 2"
@@ -192,7 +216,7 @@ def read_plan(
             if size not in known or tile < 0:
                 raise UsageError(
                     f"the launch descriptor has an axis of size {size} in tiles of {tile}: a size "
-                    f"is one of {listed(map(str, known))}, and a tile is positive"
+                    f"is one of {listed(map(str, sorted(known)))}, and a tile is positive"
                 )
         return found
 
@@ -217,14 +241,14 @@ def read_plan(
 
 def sizes_of(tensors: Sequence, lengths: Lengths | None = None) -> tuple[int, ...]:
     """The sizes of a call in the order of SIZES, from its q and k; PADDED_Q, 0 without lengths;
-    COLUMNS, from its q and v; and GROUP_ROWS.
+    COLUMNS, from its q and v; GROUP_ROWS; and SPLIT_KEYS, 1: where it is 0 less is needed.
     """
     batch, heads, seq_q, head_dim = tensors[0].shape
     _, kv_heads, seq_k, _ = tensors[1].shape
     padded = padded_queries(batch, seq_q, lengths.num_sequences(batch)) if lengths else 0
     columns = max(head_dim, tensors[2].shape[3])
     group_rows = heads // max(1, kv_heads) * seq_q  # what is refused later may have none
-    return batch, heads, kv_heads, seq_q, seq_k, padded, columns, group_rows
+    return batch, heads, kv_heads, seq_q, seq_k, padded, columns, group_rows, 1
 
 
 def lengths_of(step: Step, given: Lengths | None) -> Lengths | None:

@@ -20,6 +20,7 @@ enum Size { BATCH, HEADS, KV_HEADS, SEQ_Q, SEQ_K, NUM_SIZES };  // as in launch.
 constexpr int PADDED_Q = NUM_SIZES, MOST_TILE_ROWS = 128;       // as in lengths.h
 constexpr int COLUMNS = PADDED_Q + 1;                           // as in slices.cuh
 constexpr int GROUP_ROWS = COLUMNS + 1;                         // as in group_rows.cuh
+constexpr int SPLIT_KEYS = GROUP_ROWS + 1;                      // as in divisors.h
 // With so many rows of queries that share a head of keys, or fewer, its keys are read once. (Packed
 // sequences count together.)
 constexpr int MOST_ROWS_ONCE = 128;
@@ -54,7 +55,7 @@ struct Plan {
     int32_t columns, element_bytes;   // columns: the size COLUMNS
     int32_t alignment;                // bytes that divide every row's address
     int32_t operands, workspaces, scalars;
-    int32_t lengths_at;  // bytes: where in the parameter Lengths are; 0: nowhere
+    int32_t lengths_at, divisors_at;  // bytes: where in the parameter these are; 0: nowhere
     int32_t kernels;
     Operand operand[9];  // the first two are q and k
     Kernel kernel[MAX_KERNELS];
@@ -63,6 +64,15 @@ struct Plan {
 struct Lengths {                                    // as in lengths.h
     int64_t cu_seqlens_q, cu_seqlens_k, seqused_k;  // addresses, or 0
     int32_t sequences, window_left, window_right;
+};
+
+struct Divisor {  // as in divisors.h
+    uint32_t value, inverse;
+};
+
+struct Divisors {  // as in divisors.h
+    Divisor tiles[4], works, blocks, group;
+    int32_t split_keys;
 };
 
 // How a strided operand lies: sizes and strides in elements.
@@ -119,13 +129,38 @@ int encode(const Plan& plan, const Operand& operand, int64_t address, const Tens
     return status;
 }
 
+int64_t count_tiles(const Extent& extent, const int32_t* sizes) {
+    return extent.tile ? (int64_t{sizes[extent.size]} + extent.tile - 1) / extent.tile : 1;
+}
+
 // As many as there are tiles, or as can be; filled up to whole clusters.
 int64_t count_blocks(const Kernel& kernel, const int32_t* sizes) {
     int64_t blocks = 1;
-    for (const Extent& extent : kernel.grid)
-        if (extent.tile) blocks *= (int64_t{sizes[extent.size]} + extent.tile - 1) / extent.tile;
+    for (const Extent& extent : kernel.grid) blocks *= count_tiles(extent, sizes);
     if (kernel.most_blocks) blocks = std::min(blocks, int64_t{kernel.most_blocks});
     return (blocks + kernel.cluster - 1) / kernel.cluster * kernel.cluster;
+}
+
+Divisors divisors_of(const Kernel& kernel, const int32_t* sizes) {
+    const auto divisor = [](int64_t value) {
+        const uint32_t counted = uint32_t(std::min<int64_t>(value, UINT32_MAX));
+        return Divisor{counted, UINT32_MAX / counted};
+    };
+    const int64_t blocks = count_blocks(kernel, sizes);
+    Divisors divisors = {};
+    int64_t works = 1, key_tiles = 1;
+    for (int axis = 0; axis < 4; ++axis) {
+        const Extent& extent = kernel.grid[axis];
+        const int64_t tiles = count_tiles(extent, sizes);
+        divisors.tiles[axis] = divisor(tiles);
+        (extent.size == SEQ_K ? key_tiles : works) *= tiles;
+    }
+    divisors.works = divisor(works);
+    divisors.blocks = divisor(blocks);
+    divisors.group = divisor(sizes[HEADS] / sizes[KV_HEADS]);
+    const int64_t idle = (blocks - works % blocks) % blocks;  // in the last round
+    divisors.split_keys = works < 9 * idle && key_tiles > 1 && works <= UINT32_MAX / key_tiles;
+    return divisors;
 }
 
 extern "C" {
@@ -137,7 +172,7 @@ int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, cons
          const Lengths* lengths, unsigned char* params, int64_t* blocks) {
     const Tensor &q = tensors[0], &k = tensors[1];
     const int64_t given[NUM_SIZES] = {q.sizes[0], q.sizes[1], k.sizes[1], q.sizes[2], k.sizes[2]};
-    int32_t sizes[GROUP_ROWS + 1] = {};
+    int32_t sizes[SPLIT_KEYS + 1] = {};
     for (int i = 0; i < NUM_SIZES; ++i) sizes[i] = given[i] <= INT32_MAX ? int32_t(given[i]) : 0;
     if (!are_valid(sizes)) return UNFIT;
     if (plan->lengths_at) {
@@ -174,6 +209,11 @@ int pack(const Plan* plan, const int64_t* addresses, const Tensor* tensors, cons
     for (int i = 0; i < NUM_SIZES; ++i) write(stride, sizes[i]);
     for (int i = 0; i < plan->scalars; ++i) write(stride, float(scalars[i]));
     if (plan->lengths_at) std::memcpy(params + plan->lengths_at, lengths, sizeof *lengths);
+    if (plan->divisors_at) {
+        const Divisors divisors = divisors_of(plan->kernel[0], sizes);
+        sizes[SPLIT_KEYS] = divisors.split_keys;
+        std::memcpy(params + plan->divisors_at, &divisors, sizeof divisors);
+    }
     for (int i = 0; i < plan->kernels; ++i) blocks[i] = count_blocks(plan->kernel[i], sizes);
     return 0;
 }
@@ -256,10 +296,12 @@ int launch_here(const Plan& plan, const int64_t* addresses, const Tensor* tensor
     int64_t blocks[MAX_KERNELS];
     if (const int failure = pack(&plan, addresses, tensors, scalars, lengths, params, blocks))
         return failure;
-    for (int i = 0; i < plan.kernels; ++i)
+    for (int i = 0; i < plan.kernels; ++i) {
+        if (blocks[i] == 0) continue;
         if (const int status =
                 launch_kernel(launcher, launcher.kernel[i], blocks[i], params, stream))
             return UNFIT - status;
+    }
     return 0;
 }
 

@@ -74,6 +74,7 @@ class _Plan(ctypes.Structure):
         ("workspaces", ctypes.c_int32),
         ("scalars", ctypes.c_int32),
         ("lengths_at", ctypes.c_int32),
+        ("divisors_at", ctypes.c_int32),
         ("kernels", ctypes.c_int32),
         ("operand", _Operand * 9),
         ("kernel", _Kernel * 3),
@@ -109,6 +110,9 @@ class Packer:
         spec: Specialization,
         encoder: MapEncoder,
     ) -> None:
+        if step.takes_divisors:
+            has_first = plan.kernels[0].name.encode() == descriptor.kernels[0].name
+            assert has_first, "divisors are of the step's first kernel"
         operation = self._operation = step.operation
         self._step, self._encoder = step, encoder
         self._no_workspace = [0] * operation.workspaces
@@ -130,6 +134,7 @@ class Packer:
             operation.workspaces,
             len(operation.scalars),
             ctypes.sizeof(params_type(operation)) if step.takes_lengths else 0,
+            ctypes.sizeof(params_type(operation)) if step.takes_divisors else 0,
             len(plan.kernels),
         )
         boxes = checked_boxes(step, descriptor, DTYPES[spec.dtype])

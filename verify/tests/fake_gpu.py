@@ -189,7 +189,7 @@ class Gpu:
 
     def load(self, step, spec, job):
         descriptor = CpuBackend().descriptor(step, spec)
-        plan = gpu.read_plan(descriptor, self.backend.multiprocessors)
+        plan = gpu.read_plan(step, descriptor, self.backend.multiprocessors)
         clusters = [self.cluster] * len(plan.kernels)
         packer = Packer(step, descriptor, plan, clusters, spec, simt_encoder(spec))
         kernels = [

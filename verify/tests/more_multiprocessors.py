@@ -43,9 +43,16 @@ def write_beside(folder: Path, step: Step, name: str, body: str) -> Step:
     runtime reads of it.
     """
     its = ("launch_descriptor", "kernels_start_early", "l2_fetch_bytes", "simt_step")
-    lines = [f"#define {symbol} {symbol}_of_{step.name}" for symbol in its]
-    lines += [step.path.read_text(), *(f"#undef {symbol}" for symbol in its)]
-    return write_step(folder, name, body, globals_="\n".join(lines), layout="int nothing;")
+    lines = [f"#define {symbol} {symbol}_of_schedule" for symbol in its]
+    lines += [step.path.read_text(), *(f"#undef {symbol}" for symbol in its), _DIVIDE]
+    return write_step(
+        folder,
+        name,
+        body,
+        globals_="\n".join(lines),
+        layout="int nothing;",
+        takes_divisors=step.takes_divisors,
+    )
 
 
 class Sizes(Protocol):
@@ -62,14 +69,39 @@ class Sizes(Protocol):
     def seq_k(self) -> int: ...
 
 
+# What the host leaves of a call on so many multiprocessors, as pack.cpp does.
+_DIVIDE = """
+void divide(DivisorsParams& p, const KernelLaunch& kernel, uint32_t multiprocessors) {
+    const auto divisor = [](int64_t value) {
+        const uint32_t counted = min(value, int64_t(UINT32_MAX));
+        return Divisor{counted, UINT32_MAX / counted};
+    };
+    const int group = p.heads / p.kv_heads, padded_q = 0;
+    const int sizes[] = {p.batch, p.heads,  p.kv_heads, p.seq_q,
+                         p.seq_k, padded_q, HEAD_DIM,   group * p.seq_q};
+    int64_t works = 1, key_tiles = 1;
+    for (int axis = 0; axis < 4; ++axis) {
+        const Extent extent = kernel.grid[axis];
+        const int64_t tiles = extent.tile ? (sizes[extent.size] - 1) / extent.tile + 1 : 1;
+        p.tiles[axis] = divisor(tiles);
+        (extent.size == SEQ_K ? key_tiles : works) *= tiles;
+    }
+    const int64_t blocks = min(works * key_tiles, int64_t(multiprocessors));
+    const int64_t rounds = (works - 1) / blocks + 1;
+    const bool is_even = 10 * works >= 9 * rounds * blocks;
+    p.works = divisor(works), p.blocks = divisor(blocks), p.group = divisor(group);
+    p.split_keys = !is_even && key_tiles > 1 && works * key_tiles <= UINT32_MAX;
+}
+"""
 # The call's parameters; the scenario is the index of its sizes.
 _SHAPE = """
     constexpr int SIZES[][5] = {{{sizes}}};
     if (t > 0) return;
     const int* const size = SIZES[int(p.softmax_scale)];
-    AttentionParams shape = p;
+    DivisorsParams shape = p;
     shape.batch = size[0], shape.heads = size[1], shape.kv_heads = size[2];
     shape.seq_q = size[3], shape.seq_k = size[4];
+    divide(shape, launch_descriptor_of_schedule.kernels[0], gridDim.x);
 """
 
 

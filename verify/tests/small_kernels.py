@@ -61,17 +61,23 @@ def write_step(
     boxes: str = "",
     in_front: str = "",
     takes_lengths: bool = False,
+    takes_divisors: bool = False,
 ) -> Step:
     """boxes: fields of the launch descriptor, each before a comma; in_front: kernels, likewise."""
     path = folder / f"{name}.cu"
+    header, params = "attention", "AttentionParams"
+    if takes_lengths:
+        header, params = "attention_lengths", "LengthsParams"
+    if takes_divisors:
+        header, params = "attention_divisors", "DivisorsParams"
     path.write_text(
         SOURCE.format(
             name=name,
             taken="// taken: only for lengths and windows; a test is for them\n"
             if takes_lengths
             else "",
-            header="attention_lengths" if takes_lengths else "attention",
-            params="LengthsParams" if takes_lengths else "AttentionParams",
+            header=header,
+            params=params,
             body=body,
             threads=threads,
             globals=globals_,

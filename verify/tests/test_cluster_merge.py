@@ -130,7 +130,7 @@ CALLED = [sizes for sizes, _ in TEAMS]
 WIDTH = 9 + CLUSTER + 2 * BLOCK_M
 SCHEDULE = f"""
     float* to = p.lse + {WIDTH} * block;
-    if (block >= num_works() * team_size()) {{
+    if (block >= num_works() << log_team_size()) {{
         *to = 1;
         return;
     }}

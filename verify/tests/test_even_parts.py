@@ -42,7 +42,7 @@ MAX_PARTS = 3 * 144  # for which there is room: three rounds of as many blocks a
 
 @dataclass(frozen=True)
 class Sizes:
-    blocks: int
+    multiprocessors: int
     tiles: int  # of keys; all but the last are whole
     heads: int = 1
     kv_heads: int = 1
@@ -54,10 +54,24 @@ class Sizes:
     def seq_k(self) -> int:
         return self.tiles * BLOCK_N - 50
 
+    @property
+    def q_blocks(self) -> int:
+        """Of a head."""
+        return -(-self.seq_q // BLOCK_M)
+
+    @property
+    def num_work(self) -> int:
+        return self.batch * self.heads * self.q_blocks
+
+    @property
+    def blocks(self) -> int:
+        """Of the grid: no more than there are tiles of keys of all work tiles."""
+        return min(self.num_work * self.tiles, self.multiprocessors)
+
     def __str__(self) -> str:
         heads = f"{self.batch}x{self.heads}of{self.kv_heads}"
         mask = "_causal" if self.causal else ""
-        return f"{self.blocks}_blocks_{heads}x{self.seq_q}x{self.tiles}_tiles{mask}"
+        return f"on_{self.multiprocessors}_{heads}x{self.seq_q}x{self.tiles}_tiles{mask}"
 
 
 # Sizes, and the number of parts of a work tile: that with which all rounds take least, where one
@@ -77,6 +91,8 @@ NUM_PARTS = [
     (Sizes(132, 13, 140, 7), 1),  # 30; 31 in three rounds
     (Sizes(132, 14, 140, 7), 2),  # 31; 32 in two, of whole work tiles
     (Sizes(132, 64, 397), 1),  # four rounds
+    (Sizes(132, 64, 119), 1),  # 66 in a round with 13 idle blocks; 72 in two, of halves
+    (Sizes(132, 1, 140), 1),  # nothing to cut
     (Sizes(132, 1), 1),
     (Sizes(132, 5), 1),  # 7, whole or in 5 parts
     (Sizes(132, 6), 6),  # 7, and 8 whole
@@ -89,9 +105,8 @@ NUM_PARTS = [
     (Sizes(2, 14, 3, 3), 2),  # each block has three halves
     (Sizes(3, 50, 2), 3),  # two full rounds
     (Sizes(144, 1000), 144),
-    (Sizes(150, 1000), 144),  # there is room for no more
-    (Sizes(150, 1000, 100), 4),  # 760 in three rounds of 144, in which there are 432 parts
-    (Sizes(150, 1000, 108, 12), 4),
+    (Sizes(144, 1000, 100), 4),  # 760 in three rounds, with room for 432 parts
+    (Sizes(144, 1000, 108, 12), 4),  # as many as these
     # Work tiles of several heads of keys, batches and blocks of queries.
     (Sizes(40, 9, 6, 2, 2), 3),
     (Sizes(70, 9, 6, 2, 2, 65), 5),
@@ -109,7 +124,7 @@ NUM_PARTS = [
 # struct WorkTile of each of its own parts.
 WIDTH = 5 + 7 * 8
 SCHEDULE = f"""
-    const Schedule schedule(shape, parts_of_each(shape, gridDim.x));
+    const Schedule schedule(shape, parts_of_each(shape));
     float* const to = p.lse + {WIDTH} * block;
     to[1] = schedule.parts, to[2] = schedule.group_work, to[3] = schedule.num_parts;
     to[4] = schedule.first_part(block).part;
@@ -174,8 +189,7 @@ def check_parts(schedule: Step, sizes: Sizes, num_parts: int) -> None:
     assert parts == 1 or total <= MAX_PARTS
 
     # The parts of a work tile are group_work apart: each tile of keys is in one of them, in order.
-    q_blocks = -(-sizes.seq_q // BLOCK_M)
-    num_work = sizes.batch * sizes.heads * q_blocks
+    num_work = sizes.num_work
     assert total == num_work * parts
     first_parts = [part for part in in_order if part.first == 0]
     assert [block[4] for block in blocks[:num_work]] == [
@@ -211,9 +225,8 @@ def check_parts(schedule: Step, sizes: Sizes, num_parts: int) -> None:
 
 def expected_tiles(sizes: Sizes, q_start: int) -> int:
     """What the last row of a work tile sees, in tiles of keys, but at least one."""
-    q_blocks = -(-sizes.seq_q // BLOCK_M)
     groups = -(-sizes.seq_q // 64)
-    last_row = q_start + 64 * -(-groups // q_blocks) - 1
+    last_row = q_start + 64 * -(-groups // sizes.q_blocks) - 1
     assert last_row < sizes.seq_q + 15
     seen = sizes.seq_k
     if sizes.causal:

@@ -138,6 +138,18 @@ def test_memory_that_a_step_will_not_use_is_not_allocated(fake, heads, is_there)
     assert list(params.workspace) == [workspace.data_ptr(), 0]
 
 
+@pytest.mark.parametrize(("heads", "kernels"), [(118, 2), (119, 1)])
+def test_a_kernel_without_blocks_is_not_launched(fake, heads, kernels) -> None:
+    """v13's second one merges. Work tiles for nine tenths of 132 multiprocessors stay whole, two
+    rounds of them as one.
+    """
+    q, o = (torch.zeros(2, heads, 9, 64, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.zeros(2, heads, 200, 64, dtype=torch.bfloat16) for _ in range(2))
+    call = fake.backend.prepare(find_step("v13"), SPEC)
+    assert call((q, k, v, o, torch.zeros(2, heads, 9)), [0.5])
+    assert len(fake.driver.launches) == kernels
+
+
 @pytest.mark.parametrize(("current", "index"), [(0, 0), (1, 0)])
 def test_memory_is_that_of_the_gpu(monkeypatch, current, index) -> None:
     """Not of torch's current one, which can be another."""

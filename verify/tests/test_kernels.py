@@ -154,7 +154,7 @@ def test_what_a_step_in_parts_promises(step: Step, spec: Specialization) -> None
     neither do the keys.
     """
     plans = [
-        read_plan(CpuBackend().descriptor(step, replace(spec, causal=causal)), 132)
+        read_plan(step, CpuBackend().descriptor(step, replace(spec, causal=causal)), 132)
         for causal in (False, True)
     ]
     begin, _, finish = plans[0].kernels

@@ -36,7 +36,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 # ---- which tiles are whose, and who merges
 
-MAX_BLOCKS = 144
 RING_SHARE = 32  # tiles: shares for two rings have as many
 LONG_SHARE = 400  # shares of so many are all equal, however many parts this makes
 MOST_TILES = 2**24 - 1  # of 128 keys, of a seq_k of 32 bits; floats count no more, one by one
@@ -79,7 +78,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    blocks: int
+    blocks: int  # that can run at once, one on each multiprocessor
     tiles: int  # of keys; all but the last are whole
     heads: int = 1
     kv_heads: int = 1
@@ -106,6 +105,11 @@ class Sizes:
             for kv_head in range(self.kv_heads)
             for first_row in range(0, self.rows, self.tile_rows)
         ]
+
+    @property
+    def launched(self) -> int:
+        """Blocks: no more than there are tiles of all work tiles."""
+        return min(self.blocks, len(self.work_tiles) * self.tiles)
 
     def visible_tiles(self, first_row: int) -> int:
         """Of the keys that a work tile's last row sees."""
@@ -188,8 +192,6 @@ SIZES = [
     Sizes(132, 1319, 80, 80),
     Sizes(10, 445, 18, 18),
     Sizes(10, 444, 18, 18),
-    Sizes(150, 1200, 96, 96),
-    Sizes(150, 1199, 96, 96),
     Sizes(10, 445, 9, 9),  # as many parts
     Sizes(10, 444, 9, 9),
     # Before whole work tiles a rest is cut if its shares are long, or many blocks would be idle.
@@ -202,34 +204,38 @@ SIZES = [
     Sizes(10, 44, 39, 39),
     Sizes(10, 45, 39, 39),
     Sizes(10, 45, 40, 40),  # there is none
-    Sizes(10, 3, 31, 31),  # of 9 tiles for 10 blocks
+    Sizes(10, 3, 31, 31),  # of 3 tiles for 10 blocks
     Sizes(10, 9, 31, 31),
     Sizes(132, 900, 265, 265),
     Sizes(132, 2, 400, 400),
     Sizes(132, 60, 140, 20, seq_q=19),  # row tiles share keys
-    # No more than there are tiles.
+    # No more blocks than there are tiles: parts of one tile, or work tiles of one.
     Sizes(132, 3),
     Sizes(20, 4, 3, 3),
-    Sizes(132, 3, 39, 39),  # as many parts are too few, and all that there are
+    Sizes(132, 3, 39, 39),
+    Sizes(132, 1, 100, 100),
+    # There are a few more tiles.
     Sizes(132, 4, 39, 39),
-    Sizes(132, 1, 100, 100),  # shares without a tile
     Sizes(132, 2, 100, 100),
-    # There is room for the parts of no more.
+    # A rest of work tiles of one tile is not cut, however many blocks are idle.
+    Sizes(132, 1, 140, 140),
+    Sizes(10, 1, 25, 25),
+    Sizes(10, 2, 25, 25),  # of two it is
+    # As many blocks as there are at most.
     Sizes(144, 1000),
-    Sizes(150, 1000),
-    Sizes(150, 1000, 72, 72),
-    Sizes(150, 9, 144, 144),
-    Sizes(150, 9, 150, 150),
-    Sizes(150, 9, 288, 288),
+    Sizes(144, 1000, 72, 72),
+    Sizes(144, 9, 144, 144),
+    Sizes(144, 9, 150, 150),
+    Sizes(144, 9, 288, 288),
     # More tiles than 32 bits can count, and all that they can.
     Sizes(144, MOST_TILES),
-    Sizes(150, MOST_TILES, 256, 256),
-    Sizes(150, MOST_TILES, 257, 257),
-    Sizes(150, 2**25 - 2, 129, 129),  # whole work tiles, although there is none for some blocks
-    Sizes(150, 2**25 - 2, 272, 272),
-    Sizes(150, 2**25 - 2, 273, 273),
-    Sizes(150, MOST_TILES, 289, 289),
-    Sizes(150, MOST_TILES, 17, 17, 17),
+    Sizes(144, MOST_TILES, 256, 256),
+    Sizes(144, MOST_TILES, 257, 257),
+    Sizes(144, 2**25 - 2, 129, 129),  # whole work tiles, although there is none for some blocks
+    Sizes(144, 2**25 - 2, 272, 272),
+    Sizes(144, 2**25 - 2, 273, 273),
+    Sizes(144, MOST_TILES, 289, 289),
+    Sizes(144, MOST_TILES, 17, 17, 17),
     # Work tiles of several batches, key heads and tiles of rows.
     Sizes(44, 9, 6, 2, 2, 21),
     Sizes(44, 9, 6, 2, 2, 11),
@@ -264,7 +270,7 @@ class Sharing:
 
 def expected_sharing(sizes: Sizes, kind: Kind) -> Sharing:
     """As the steps say they do, by counting what is idle and how long shares are."""
-    works, shares, rings = len(sizes.work_tiles), min(sizes.blocks, MAX_BLOCKS), 1
+    works, shares, rings = len(sizes.work_tiles), sizes.launched, 1
     max_rings = kind.max_rings
     all_tiles = works * sizes.tiles
 
@@ -282,13 +288,12 @@ def expected_sharing(sizes: Sizes, kind: Kind) -> Sharing:
     else:
         cut = works % shares
         is_long = cut * sizes.tiles >= (LONG_SHARE if works < shares else kind.rest_share) * shares
-        is_whole = cut == 0 or (is_even(shares) and not is_long)
+        is_whole = cut == 0 or ((is_even(shares) or sizes.tiles == 1) and not is_long)
     if is_whole or cut * sizes.tiles >= 2**32:
         return Sharing(rings, shares, 0)
     parts = shares // works
     if is_long or 10 * works * parts < 9 * shares:
         return Sharing(rings, shares, cut)
-    parts = min(parts, sizes.tiles)
     return Sharing(rings, works * parts, works, parts)
 
 
@@ -335,7 +340,7 @@ SCHEDULE = f"""
 
 
 def write_kind(folder: Path, step: Step, kind: Kind) -> Step:
-    body = f"    const Schedule schedule(shape, gridDim.x);{kind.asks}{SCHEDULE}"
+    body = f"    const Schedule schedule(shape);{kind.asks}{SCHEDULE}"
     return write_schedule(folder, step, body, sizes_of(kind))
 
 
@@ -383,7 +388,7 @@ def check_shares(schedule: Step, kind: Kind, sizes: Sizes) -> None:
     merges = {}  # share: the first one that has a part
     scenario = sizes_of(kind).index(sizes)
     blocks = ask_schedule(schedule, sizes, scenario, max_rings * WIDTH, kind.head_dim)
-    for block, of_rings in enumerate(blocks):
+    for block, of_rings in enumerate(blocks[: sizes.launched]):
         for ring in range(max_rings):
             rings, share, count, has_parts, first_share, *numbers = of_rings[
                 WIDTH * ring : WIDTH * (ring + 1)
@@ -437,12 +442,10 @@ CALLS = {
         Call(Case("two_lanes", Shape(1, 8, 1, 1, 5100, 64), BF16, inputs=rising_logits), 40),
         Call(Case("four_lanes", Shape(1, 5, 1, 1, 5100, 40), BF16, inputs=walks(2, 25)), 40),
         Call(Case("lanes_136", Shape(1, 2, 1, 1, 2500, 136), FP16, inputs=walks(2, 25)), 40),
-        # As many parts as there is room for where a block has one ring, on more multiprocessors.
-        Call(Case("most_parts", Shape(1, 1, 1, 2, 18500, 72), BF16), 150),
+        # As many parts as there is room for where a block has one ring.
+        Call(Case("most_parts", Shape(1, 1, 1, 2, 18500, 72), BF16), 144),
         # With two, more parts than that. Most rows see no key, which keeps it short.
         Call(Case("most_parts_of_rings", Shape(1, 1, 1, 15584, 1250, 8), BF16, causal=True), 76),
-        # Whole work tiles on more multiprocessors, for two rings of each block, in two rounds.
-        Call(Case("most_blocks", Shape(1, 576, 576, 1, 100, 8), BF16), 150),
         # Most shares end a work tile and begin the next, so that both rings of a block merge.
         Call(Case("two_rings", Shape(1, 7, 7, 3, 3550, 8), FP16, inputs=walks(2, 25)), 3),
         # Two parts each of 3 work tiles, which are those of a block's two rings.
@@ -451,7 +454,7 @@ CALLS = {
         Call(
             Case(
                 "groups",
-                Shape(2, 6, 2, 10, 1100, 64),
+                Shape(2, 6, 2, 10, 1200, 64),
                 BF16,
                 layouts=(transposed, padded, packed, padded),
             ),
@@ -460,10 +463,8 @@ CALLS = {
         # 6 parts each of 3 work tiles, all but one of two tiles.
         Call(Case("uneven", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 20),
         Call(Case("uneven_heads", Shape(2, 4, 2, 40, 650, 256), FP16), 50),
-        # As many parts of a work tile as there are tiles, and blocks that have none.
+        # As many parts of a work tile as there are tiles: no more blocks are launched.
         Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 11),
-        # Whole work tiles, one each, would leave too many idle: equal shares, one without a tile.
-        Call(Case("spare_blocks", Shape(1, 8, 4, 1, 100, 8), BF16), 5),
         # 16 parts of 3 work tiles, not as many of each: most blocks go on, or merge, or both.
         Call(Case("unequal", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 14),
         Call(Case("unequal_heads", Shape(2, 4, 2, 40, 700, 64), FP16), 17),

@@ -22,22 +22,24 @@ from verify.tests.small_kernels import run, write_step
 from verify.tests.tensor_map_fields import VALID_TENSOR_MAP, TensorMapFields
 
 
-def with_lengths(operation: Operation) -> type[ctypes.Structure]:
-    """All that the kernels of a step take that takes lengths."""
-    padding = ctypes.c_uint8 * (launch.PARAMS_ALIGNMENT - ctypes.sizeof(launch.LengthsParams))
-    fields = [*launch.LengthsParams._fields_, ("_padding", padding)]
-    return type("LengthsParams", (launch.params_type(operation),), {"_fields_": fields})
+def with_more(operation: Operation, more: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """All that the kernels of a step take that takes lengths, or divisors."""
+    padding = ctypes.c_uint8 * (launch.PARAMS_ALIGNMENT - ctypes.sizeof(more))
+    fields = [*more._fields_, ("_padding", padding)]
+    return type("Params", (launch.params_type(operation),), {"_fields_": fields})
 
 
 PARAMS = {
-    "v13": launch.params_type(FORWARD),
-    "v14": with_lengths(FORWARD),
+    "v12": launch.params_type(FORWARD),
+    "v13": with_more(FORWARD, launch.DivisorsParams),
+    "v14": with_more(FORWARD, launch.LengthsParams),
     "b10": launch.params_type(BACKWARD),
-    "b11": with_lengths(BACKWARD),
+    "b11": with_more(BACKWARD, launch.LengthsParams),
 }
 STRUCTS = {
     "Strides": launch._Strides,
-    "AttentionParams": PARAMS["v13"],
+    "AttentionParams": PARAMS["v12"],
+    "DivisorsParams": PARAMS["v13"],
     "LengthsParams": PARAMS["v14"],
     "Extent": launch.Extent,
     "KernelLaunch": launch._KernelLaunch,
@@ -54,6 +56,10 @@ STRUCTS = {
     "packing::Plan": pack._Plan,
     "Lengths": launch.LengthsParams,
     "packing::Lengths": launch.LengthsParams,
+    "Divisor": launch.Divisor,
+    "packing::Divisor": launch.Divisor,
+    "Divisors": launch.DivisorsParams,
+    "packing::Divisors": launch.DivisorsParams,
     "packing::LoadedKernel": launcher.LoadedKernel,
     "packing::Launcher": launcher._Launcher,
 }
@@ -61,6 +67,8 @@ PROGRAM = """
 #include <stddef.h>
 #include <stdio.h>
 using Element = uint16_t;
+#define __device__
+#include "divisors.h"
 #include "lengths.h"
 #include "simt/tensor_map.h"
 #include "pack.cpp"
@@ -68,6 +76,7 @@ int main() {{
     {statements}
     printf("%d %d\\n", MOST_TILE_ROWS, PADDED_Q);
     printf("%d %d\\n", packing::MOST_TILE_ROWS, packing::PADDED_Q);
+    printf("%d %d\\n", SPLIT_KEYS, packing::SPLIT_KEYS);
     printf("%d %d\\n", simt::VALID_TENSOR_MAP, packing::MAX_PARAMS_BYTES);
 }}
 """
@@ -113,6 +122,7 @@ def test_structs_have_the_same_layout_in_python_and_cpp(told_by_cpp) -> None:
             assert (next(numbers), next(numbers)) == (place.offset, place.size), f"{name}.{field}"
     for _ in ("lengths.h", "pack.cpp"):
         assert (next(numbers), next(numbers)) == (launch.MOST_TILE_ROWS, SIZE_PADDED_Q)
+    assert (next(numbers), next(numbers)) == (launch.SPLIT_KEYS, launch.SPLIT_KEYS)
     assert next(numbers) == VALID_TENSOR_MAP
     max_params_bytes = next(numbers)
     for step, struct in PARAMS.items():
@@ -194,9 +204,10 @@ def count_blocks(descriptor: launch.LaunchDescriptor, multiprocessors: int, clus
     """Of a call of SIZES."""
     batch, heads, kv_heads, seq_q, seq_k = SIZES
     spec = Specialization(8, "bf16", causal=False)
-    plan = launch.read_plan(descriptor, multiprocessors)
+    step = find_step("v01")
+    plan = launch.read_plan(step, descriptor, multiprocessors)
     clusters, encoder = [cluster] * len(plan.kernels), pack.simt_encoder(spec)
-    packer = pack.Packer(find_step("v01"), descriptor, plan, clusters, spec, encoder)
+    packer = pack.Packer(step, descriptor, plan, clusters, spec, encoder)
     q, k = (
         torch.zeros(batch, *sizes, 8, dtype=torch.bfloat16)
         for sizes in ((heads, seq_q), (kv_heads, seq_k))
@@ -217,7 +228,7 @@ def test_slices_of_columns(tile, slices):
     sliced.kernels[0].grid[2] = launch.Extent(launch.COLUMNS, tile)
     assert count_blocks(sliced, 1) == [12 * slices]
     assert count_blocks(sliced, 1, cluster=slices) == [12 * slices]
-    plan = launch.read_plan(sliced, 1)
+    plan = launch.read_plan(find_step("v01"), sliced, 1)
     assert plan.kernels[0].num_tiles((*SIZES, 0, 8)) == 12 * slices
 
 
@@ -247,14 +258,12 @@ def test_columns_are_those_of_q_or_of_v(head_dims):
     by_columns.kernels[0].grid[0] = launch.Extent(launch.COLUMNS, 64)
     q, v = (torch.zeros(1, 2, 5, d, dtype=BF16) for d in head_dims)
     tensors = (q, q, v, v, q[..., 0].float())
-    spec, plan = (
-        Specialization(head_dim, "bf16", False, v_head_dim),
-        launch.read_plan(by_columns, 1),
-    )
-    packer = pack.Packer(find_step("v15"), by_columns, plan, [1], spec, pack.simt_encoder(spec))
+    step, spec = find_step("v15"), Specialization(head_dim, "bf16", False, v_head_dim)
+    plan = launch.read_plan(step, by_columns, 1)
+    packer = pack.Packer(step, by_columns, plan, [1], spec, pack.simt_encoder(spec))
     _, blocks = packer(tensors, [1.0])
     assert blocks == [2 * 3]
-    assert launch.sizes_of(tensors) == (1, 2, 2, 5, 5, 0, 192, 5)
+    assert launch.sizes_of(tensors) == (1, 2, 2, 5, 5, 0, 192, 5, 1)
     if head_dim != v_head_dim:
         for wrong in ((v, v, v, v), (q, q, q, q), (q, q, v, q), (q, v, v, v)):
             assert packer((*wrong, tensors[4]), [1.0]) is None
@@ -264,8 +273,9 @@ def test_rows_that_share_keys():
     """One block for 64 queries of all heads that share their keys."""
     by_rows = descriptor(0)
     by_rows.kernels[0].grid[0] = launch.Extent(launch.GROUP_ROWS, 64)
-    spec, plan = Specialization(64, "bf16", causal=False), launch.read_plan(by_rows, 1)
-    packer = pack.Packer(find_step("v12"), by_rows, plan, [1], spec, pack.simt_encoder(spec))
+    step, spec = find_step("v12"), Specialization(64, "bf16", causal=False)
+    plan = launch.read_plan(step, by_rows, 1)
+    packer = pack.Packer(step, by_rows, plan, [1], spec, pack.simt_encoder(spec))
     for heads, seq_q, rows in ((6, 21, 63), (6, 22, 66), (2, 64, 64), (2, 65, 65)):
         q = torch.zeros(1, heads, seq_q, 64, dtype=BF16)
         k = q[:, :2, :9]
@@ -276,6 +286,51 @@ def test_rows_that_share_keys():
     q = torch.zeros(1, 2**7, 1, 64, dtype=BF16).expand(-1, -1, 2**24, -1)
     k, lse = q[:, :1, :9], torch.zeros(1).expand(1, 2**7, 2**24)
     assert packer((q, k, k, q, lse), [1.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "seq_q", "seq_k", "multiprocessors"),
+    [
+        (6, 2, 30, 1000, 132),  # 2 work tiles of 90 rows
+        (6, 2, 50, 1000, 132),  # 4 of 150
+        (9, 9, 1, 100, 5),  # 9 tiles, 18 work tiles in 4 rounds of 5
+        (8, 8, 1, 100, 6),  # 16, in 3 rounds of 6
+        (9, 9, 1, 100, 10),  # 18, in 2 rounds of 10: nine tenths of them
+        (17, 17, 1, 200, 19),  # 34 of 38 are not
+        (17, 17, 1, 128, 19),  # but of one tile each
+        (9, 9, 1, 1000, 20),  # 18 of 20 blocks
+        (9, 9, 1, 1000, 21),
+        (3, 3, 1, 200, 14),  # no more blocks than tiles
+        (3, 3, 1, 100, 14),
+    ],
+)
+def test_what_the_host_divides(heads, kv_heads, seq_q, seq_k, multiprocessors):
+    """What v13's kernels divide by; and where no keys are split there is no second kernel."""
+    step, spec, batch = find_step("v13"), Specialization(64, "bf16", causal=False), 2
+    descriptor = CpuBackend().descriptor(step, spec)
+    plan = launch.read_plan(step, descriptor, multiprocessors)
+    packer = pack.Packer(step, descriptor, plan, [1, 1], spec, pack.simt_encoder(spec))
+    q = torch.zeros(batch, heads, seq_q, 64, dtype=BF16)
+    k = torch.zeros(batch, kv_heads, seq_k, 64, dtype=BF16)
+    params, blocks = packer((q, k, k, q, torch.zeros(batch, heads, seq_q)), [1.0])
+    found = PARAMS["v13"].from_buffer_copy(params)
+
+    group = heads // kv_heads
+    tiles = [-(-seq_k // 128), -(-group * seq_q // 128), kv_heads, batch]
+    works = tiles[1] * tiles[2] * tiles[3]
+    busy = min(multiprocessors, works * tiles[0])
+    for divisor, value in (
+        *zip(found.tiles, tiles, strict=True),
+        (found.works, works),
+        (found.blocks, busy),
+        (found.group, group),
+    ):
+        assert (divisor.value, divisor.inverse) == (value, (2**32 - 1) // value)
+    rounds = -(-works // busy)
+    is_whole = 10 * works >= 9 * rounds * busy or tiles[0] == 1
+    assert found.split_keys == (not is_whole)
+    rows = batch * heads * seq_q
+    assert blocks == [busy, 0 if is_whole else min(rows, 4 * multiprocessors)]
 
 
 @pytest.mark.parametrize("sequences", [None, 3])
@@ -293,22 +348,34 @@ def test_queries_with_whole_tiles_for_each_sequence(sequences):
         batch, lengths, rows = 1, Lengths(starts, starts), 200 + 3 * 128
     q = torch.zeros(batch, 3, 200, 64, dtype=BF16)
     tensors = (q, q, q, q, q[..., 0].float())
-    spec, plan = Specialization(64, "bf16", causal=False), launch.read_plan(padded, 132, True)
-    packer = pack.Packer(find_step("v14"), padded, plan, [1], spec, pack.simt_encoder(spec))
+    step, spec = find_step("v14"), Specialization(64, "bf16", causal=False)
+    plan = launch.read_plan(step, padded, 132)
+    packer = pack.Packer(step, padded, plan, [1], spec, pack.simt_encoder(spec))
     _, blocks = packer(tensors, [1.0], lengths)
     assert blocks == [3 * -(-rows // 64)]
     sizes = launch.sizes_of(tensors, lengths)
-    assert sizes == (batch, 3, 3, 200, 200, rows, 64, 200)
+    assert sizes == (batch, 3, 3, 200, 200, rows, 64, 200, 1)
     assert plan.workspace_bytes(sizes) == [24 * -(-rows // 64) * 64]
     if batch == 2:
         assert packer(tensors, [1.0]) == packer(tensors, [1.0], lengths)
     too_many = torch.zeros(1, dtype=torch.int32).expand(2**24 + 1)  # 128 rows of each
     assert packer(tensors, [1.0], Lengths(too_many, too_many)) is None
     with pytest.raises(UsageError, match=r"axis of size 5 in .* one of 0, 1, 2, 3, 4, 6 and 7,"):
-        launch.read_plan(padded, 132)
-    padded.kernels[0].grid[0] = launch.Extent(launch.GROUP_ROWS + 1, 64)
+        launch.read_plan(find_step("v12"), padded, 132)
+    padded.kernels[1].name = b"merge"
+    padded.kernels[1].grid[0] = launch.Extent(launch.SPLIT_KEYS, 1)
     with pytest.raises(UsageError, match=r"size 8 in .* one of 0, 1, 2, 3, 4, 5, 6 and 7,"):
-        launch.read_plan(padded, 132, True)
+        launch.read_plan(step, padded, 132)
+    padded.kernels[0].grid[0] = launch.Extent(SIZE_PADDED_Q, 64)
+    with pytest.raises(UsageError, match=r"size 5 in .* one of 0, 1, 2, 3, 4, 6, 7 and 8,"):
+        launch.read_plan(find_step("v13"), padded, 132)
+
+
+def test_the_first_kernel_does_not_depend_on_what_it_decides():
+    wrong = descriptor(0)
+    wrong.kernels[0].grid[3] = launch.Extent(launch.SPLIT_KEYS, 1)
+    with pytest.raises(UsageError, match="first kernel has an axis of size 8, SPLIT_KEYS"):
+        launch.read_plan(find_step("v13"), wrong, 132)
 
 
 @pytest.mark.parametrize("alignment", [-16, 0, 12])
@@ -316,7 +383,7 @@ def test_an_alignment_that_no_gpu_has_is_refused(alignment):
     wrong = descriptor(0)
     wrong.alignment = alignment
     with pytest.raises(UsageError, match="an alignment that is a power of 2"):
-        launch.read_plan(wrong, 132)
+        launch.read_plan(find_step("v01"), wrong, 132)
 
 
 @pytest.mark.parametrize(("size", "tile"), [(-1, 64), (5, 64), (SIZE_SEQ_Q, -64)])
@@ -324,7 +391,7 @@ def test_an_axis_that_there_is_not_is_refused(size, tile):
     wrong = descriptor(0)
     wrong.kernels[0].grid[1] = launch.Extent(size, tile)
     with pytest.raises(UsageError, match=f"axis of size {size} in tiles of {tile}: a size is one"):
-        launch.read_plan(wrong, 132)
+        launch.read_plan(find_step("v01"), wrong, 132)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +406,9 @@ def test_workspace_bytes(shape, num_bytes):
     needs_workspace.workspace[0].element_bytes = 24
     for axis, (size, tile) in enumerate(shape):
         needs_workspace.workspace[0].shape[axis] = launch.Extent(size, tile)
-    assert launch.read_plan(needs_workspace, 132).workspace_bytes(SIZES) == [num_bytes]
+    assert launch.read_plan(find_step("v01"), needs_workspace, 132).workspace_bytes(SIZES) == [
+        num_bytes
+    ]
 
 
 @pytest.mark.parametrize(
@@ -354,7 +423,7 @@ def test_workspace_bytes(shape, num_bytes):
 def test_a_workspace_for_what_blocks_hand_over(blocks_per_sm, multiprocessors, num_bytes):
     needs_workspace = descriptor(blocks_per_sm)
     needs_workspace.workspace[0].element_bytes = 24
-    plan = launch.read_plan(needs_workspace, multiprocessors)
+    plan = launch.read_plan(find_step("v01"), needs_workspace, multiprocessors)
     assert plan.workspace_bytes(SIZES) == [num_bytes]
 
 

@@ -1,80 +1,25 @@
-"""v20's calls with many parts, and how it divides. test_last_block.py has how it shares keys out.
+"""v20's calls with many parts. test_last_block.py has how it shares keys out.
 
 On the checker's few multiprocessors a work tile has few parts. Calls with many are here, with the
-mutants that only these and the tests of shares and of quotients reject: verify/mutants/own_keys.
+mutants that only these and the tests of shares reject: verify/mutants/own_keys.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 import torch
 
 from common.catalog import find_step
 from common.problem import Shape
-from common.step import Step
 from verify.case import Case
 from verify.inputs import graded, rising_logits, walks
 from verify.layouts import packed, padded, transposed
-from verify.tests.more_multiprocessors import (
-    Call,
-    OnMoreMultiprocessors,
-    ask_schedule,
-    write_beside,
-)
-from verify.tests.test_last_block import Sizes, check_schedule
+from verify.tests.more_multiprocessors import Call, OnMoreMultiprocessors
+from verify.tests.test_last_block import check_schedule
 
 STEP = find_step("v20")
 BF16, FP16 = torch.bfloat16, torch.float16
-
-# ---- divisions
-
-# Small ones, powers of two and what is next to them, powers of other primes, and large ones.
-DIVISORS = sorted(
-    {
-        *range(1, 300),
-        *(2**n + more for n in range(9, 32) for more in (-1, 0, 1)),
-        *(3**n for n in range(6, 20)),
-        *(5**n + more for n in range(5, 14) for more in (-2, 2)),
-        *(999983, 0x2AAAAAAB, 0x55555555, 2**31 - 19),
-    }
-)
-# Each block has one, and leaves how many quotients of it are wrong.
-DIVISIONS = f"""
-    constexpr uint32_t DIVISORS[] = {{{", ".join(f"{divisor}u" for divisor in DIVISORS)}}};
-    if (t > 0) return;
-    const uint32_t by = DIVISORS[block];
-    const Divisor divisor(by);
-    uint32_t wrong = divisor.value != by;
-    const auto divide = [&](uint32_t n) {{ wrong += divisor.divide(n) != n / by; }};
-    // A multiple, and the numbers before and after it. These may begin again at 0 or at 2^32 - 1.
-    const auto divide_at = [&](uint32_t multiple) {{
-        for (uint32_t n = multiple - 2; n != multiple + 3; ++n) divide(n);
-    }};
-    const uint32_t most = UINT32_MAX / by;
-    for (uint32_t i = 0; i <= min(most, 100); ++i) divide_at(i * by), divide_at((most - i) * by);
-    divide(UINT32_MAX);
-    uint32_t random = 1;
-    for (int i = 0; i < 2000; ++i) {{
-        random = random * 1664525 + 1013904223;
-        divide(random), divide(random >> i % 32), divide_at(random % most * by);
-    }}
-    p.lse[block] = wrong;
-"""
-
-
-def check_divisor(step: Step) -> None:
-    with TemporaryDirectory() as folder:
-        division = write_beside(Path(folder), step, "division", DIVISIONS)
-        wrong = ask_schedule(division, Sizes(len(DIVISORS), 1), 0, 1)
-    assert wrong == [[0]] * len(DIVISORS)
-
-
-def test_quotients():
-    check_divisor(STEP)
-
 
 # ---- calls
 
@@ -91,21 +36,19 @@ CALLS = {
         Call(
             Case("eight_lanes_graded", Shape(1, 3, 1, 1, 5100, 8), BF16, inputs=graded(60, 60)), 40
         ),
-        # 144 parts, and all lanes of a warp for the same columns.
+        # 144 parts, as many as there is room for, and all lanes of a warp for the same columns.
         Call(Case("all_lanes", Shape(1, 1, 1, 1, 18400, 8), BF16, inputs=walks(2, 25)), 144),
         # Fewer lanes than there are parts for: in rounds, and warps that have no whole rows.
         Call(Case("two_lanes", Shape(1, 8, 1, 1, 5100, 64), BF16, inputs=rising_logits), 40),
         Call(Case("four_lanes", Shape(1, 5, 1, 1, 5100, 40), BF16, inputs=walks(2, 25)), 40),
         Call(Case("lanes_136", Shape(1, 2, 1, 1, 2500, 136), FP16, inputs=walks(2, 25)), 40),
-        # As many parts as there is room for, on more multiprocessors.
-        Call(Case("most_parts", Shape(1, 1, 1, 2, 9250, 72), BF16), 150),
-        # Whole work tiles on more multiprocessors, in two rounds.
-        Call(Case("most_blocks", Shape(1, 288, 288, 1, 100, 8), BF16), 150),
+        # As many of two rows.
+        Call(Case("most_parts", Shape(1, 1, 1, 2, 9250, 72), BF16), 144),
         # 9 parts each of 4 work tiles, of key heads and batches; one block has none.
         Call(
             Case(
                 "groups",
-                Shape(2, 6, 2, 5, 1100, 64),
+                Shape(2, 6, 2, 5, 1200, 64),
                 BF16,
                 layouts=(transposed, padded, packed, padded),
             ),
@@ -114,10 +57,8 @@ CALLS = {
         # 6 parts each of 3 work tiles, all but one of two tiles.
         Call(Case("uneven", Shape(1, 3, 3, 13, 1400, 64), BF16, inputs=walks(2, 25)), 20),
         Call(Case("uneven_heads", Shape(2, 4, 2, 20, 650, 256), FP16), 50),
-        # As many parts of a work tile as there are tiles, and blocks that have none.
+        # As many parts of a work tile as there are tiles: no more blocks are launched.
         Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 8),
-        # Whole work tiles, one each, would leave too many idle: equal shares, one without a tile.
-        Call(Case("spare_blocks", Shape(1, 8, 4, 1, 100, 8), BF16), 5),
         # 14 shares of 3 work tiles, not as many of each: most blocks go on, or merge, or both.
         Call(Case("unequal", Shape(1, 3, 3, 13, 1400, 64), BF16, inputs=walks(2, 25)), 14),
         Call(Case("unequal_heads", Shape(2, 4, 2, 20, 700, 64), FP16), 17),
@@ -136,8 +77,6 @@ CALLS = {
         # 4 of 14 are, into two tiles each: two of 10 blocks have whole ones alone. The other part
         # is often there before the merging block's own.
         Call(Case("early_few_tiles", Shape(1, 14, 14, 16, 125, 128), FP16), 10),
-        # One whole work tile, and blocks that have no share.
-        Call(Case("one_work", Shape(1, 4, 1, 1, 40, 64), BF16), 5),
     )
 }
 
@@ -148,5 +87,5 @@ CALLS = {
 class TestCalls(OnMoreMultiprocessors):
     step = STEP
     calls = CALLS
-    tests: ClassVar = {"schedule": check_schedule, "divisor": check_divisor}
+    tests: ClassVar = {"schedule": check_schedule}
     folder = "own_keys"

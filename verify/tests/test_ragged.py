@@ -268,7 +268,7 @@ def test_what_is_packed(given):
     step, tensors = find_step("v14"), tensors_of(lengths)
     spec = specialization(tensors, causal=False)
     descriptor = CpuBackend().descriptor(step, spec)
-    plan = read_plan(descriptor, 132, step.takes_lengths)
+    plan = read_plan(step, descriptor, 132)
     packer = Packer(step, descriptor, plan, [1] * len(plan.kernels), spec, simt_encoder(spec))
     params, _ = packer(tensors, [0.5], lengths)
     assert len(params) == params_bytes(step)

@@ -35,7 +35,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 # ---- which tiles are whose
 
 BLOCK_N = 128  # of a head_dim of 8
-MAX_BLOCKS = 144
 MOST_TILES = 2**24 - 1  # of a seq_k of 32 bits
 
 
@@ -43,7 +42,7 @@ MOST_TILES = 2**24 - 1  # of a seq_k of 32 bits
 class Sizes:
     """Of a query of each head, which has keys of its own."""
 
-    blocks: int
+    blocks: int  # that there is room for: one on each multiprocessor
     heads: int  # or work tiles
     tiles: int  # of keys
     batch: int = 1
@@ -58,16 +57,20 @@ class Sizes:
     def seq_k(self) -> int:
         return self.tiles * BLOCK_N
 
+    @property
+    def launched(self) -> int:
+        """How many blocks can have a share: no more than there are tiles of all work tiles."""
+        return min(self.blocks, self.heads * self.tiles)
+
     def __str__(self) -> str:
         return f"{self.blocks}_blocks_{self.heads}x{self.tiles}_tiles"
 
 
 # Sizes, and how many blocks share the tiles out; or None where whole work tiles are dealt out, as
-# these have work for nine tenths of the blocks of all rounds.
+# these have work for nine tenths of the blocks of all rounds, or cannot be cut.
 SHARING = [
     (Sizes(132, 132, 64), None),
     (Sizes(132, 140, 64), 132),  # 124 of 264 would be idle; 7 cuts lie between work tiles
-    (Sizes(132, 140, 1), 132),
     (Sizes(132, 237, 64), 132),
     (Sizes(132, 238, 64), None),  # 26 of 264 are
     (Sizes(132, 512, 8), None),  # in 4 rounds of which the last is not full
@@ -81,7 +84,8 @@ SHARING = [
     (Sizes(132, 8, 64), 128),
     (Sizes(132, 64, 64), 128),
     (Sizes(132, 128, 64), None),
-    (Sizes(132, 118, 64), 132),
+    (Sizes(132, 119, 64), None),
+    (Sizes(132, 118, 64), 132),  # 14 of 132 blocks would be idle
     (Sizes(132, 100, 64), 132),  # 32 blocks would be idle
     (Sizes(132, 40, 64), 120),
     (Sizes(132, 39, 64), 132),  # 117
@@ -96,22 +100,27 @@ SHARING = [
     (Sizes(10, 3, 10), 9),
     (Sizes(20, 9, 7), 18),
     (Sizes(144, 1, MOST_TILES), 144),
-    # No more than there are tiles.
-    (Sizes(132, 8, 3), 24),
+    # Of a single tile: nothing to cut, however many blocks are idle.
     (Sizes(132, 1, 1), None),
-    (Sizes(132, 100, 1), 100),
+    (Sizes(132, 100, 1), None),
+    (Sizes(132, 133, 1), None),
+    (Sizes(132, 140, 1), None),
+    # No more blocks than there are tiles, and all of them busy.
+    (Sizes(132, 8, 3), 24),
+    (Sizes(132, 39, 3), 117),
+    (Sizes(132, 66, 2), 132),
+    # Hardly fewer blocks than tiles.
     (Sizes(132, 100, 2), 132),
-    (Sizes(132, 39, 3), 117),  # as many parts are too few, and all that there are
     (Sizes(132, 39, 4), 132),
-    # There is room for the parts of no more.
+    (Sizes(132, 70, 2), 132),
+    # On as many multiprocessors as there can be.
     (Sizes(144, 1, 1000), 144),
-    (Sizes(150, 1, 1000), 144),
-    (Sizes(150, 72, 1000), 144),
-    (Sizes(150, 144, 9), None),
-    (Sizes(150, 150, 9), 144),
-    # More tiles than 32 bits can count, and all that they can.
-    (Sizes(150, 256, MOST_TILES), 144),
-    (Sizes(150, 289, MOST_TILES), None),
+    (Sizes(144, 72, 1000), 144),
+    (Sizes(144, 144, 9), None),
+    (Sizes(144, 150, 9), 144),
+    # As many tiles as 32 bits can count. And more: none are cut, though 31 of 288 blocks are idle.
+    (Sizes(144, 256, MOST_TILES), 144),
+    (Sizes(144, 257, MOST_TILES), None),
 ]
 CALLED = [sizes for sizes, _ in SHARING]
 
@@ -121,7 +130,7 @@ CALLED = [sizes for sizes, _ in SHARING]
 MOST_SEGMENTS = 20
 WIDTH = 2 + 7 * MOST_SEGMENTS
 SCHEDULE = f"""
-    const Schedule schedule(shape, gridDim.x);
+    const Schedule schedule(shape);
     const Share share(schedule, block);
     float* to = p.lse + {WIDTH} * block;
     *to++ = share.count, *to++ = schedule.is_whole;
@@ -165,12 +174,13 @@ def check_shares(schedule: Step, sizes: Sizes, num_blocks: int | None) -> None:
 
     if num_blocks is None:
         # In turn.
-        blocks = min(sizes.blocks, MAX_BLOCKS)
+        blocks = sizes.launched
         in_turn = [(block, work) for block in range(blocks) for work in range(block, works, blocks)]
         assert found == [
             (block, work, 0, tiles, False, True, block, block) for block, work in in_turn
         ]
         return
+    assert num_blocks <= sizes.launched
     expected = segments(works, tiles, num_blocks)
     blocks_of = {
         work: [block for block, *_ in of] for work, of in groupby(expected, lambda part: part[1])
@@ -204,11 +214,11 @@ CALLS = {
         Call(Case("four_lanes", Shape(1, 2, 2, 3, 1500, 136), BF16, causal=True), 40),
         # Two warpgroups, the second with 8 rows; by 2.
         Call(Case("two_lanes", Shape(1, 9, 1, 8, 700, 40), BF16), 40),
-        # As many parts as there is room for, on more multiprocessors.
-        Call(Case("most_parts", Shape(1, 1, 1, 2, 18500, 8), BF16), 150),
-        # Whole work tiles on these, in two rounds.
-        Call(Case("most_blocks", Shape(1, 288, 288, 1, 100, 8), BF16), 150),
-        # 9 parts each of 4 work tiles, of key heads and batches; one block has none.
+        # As many parts as there is room for.
+        Call(Case("most_parts", Shape(1, 1, 1, 2, 18500, 8), BF16), 144),
+        # 19 whole work tiles, in two rounds of which the last leaves one block idle: nobody merges.
+        Call(Case("in_turn", Shape(1, 19, 19, 1, 200, 8), BF16), 10),
+        # 8 parts each of 4 work tiles, of key heads and batches; one block has none.
         Call(
             Case(
                 "groups",
@@ -216,13 +226,13 @@ CALLS = {
                 BF16,
                 layouts=(transposed, padded, packed, padded),
             ),
-            37,
+            33,
         ),
         # 6 parts each of 3 work tiles, all but one of two tiles.
         Call(Case("uneven", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 20),
         # 6 parts each of 4 work tiles, of one tile or two; a work tile has two warpgroups.
         Call(Case("uneven_256", Shape(2, 2, 1, 70, 650, 256), FP16), 25),
-        # As many parts of a work tile as there are tiles, and blocks that have none.
+        # As many parts of a work tile as there are tiles, and no more blocks.
         Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 11),
         # 16 parts of 3 work tiles, not as many of each.
         Call(Case("unequal", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 14),

@@ -10,6 +10,7 @@
 //
 //     backward.cuh  instead of this one, in steps of the backward ladder
 //     attention_lengths.cuh, backward_lengths.cuh    likewise, where steps take lengths and windows
+//     attention_divisors.cuh    likewise, where the host divides for them
 //     elements.cuh  what all of them begin with      language.h   its part without macros
 //     cuda.h        keywords, vector types, maths    element.h    bf16 and fp16
 //     warp.h        shuffles and votes               block.h      __syncthreads, shared memory
@@ -57,7 +58,7 @@
 #pragma once
 #include "elements.cuh"
 
-// In a step: not in the runtime's own files, nor after one of the other three.
+// In a step: not in the runtime's own files, nor after one of the others.
 #if defined(ELEMENT) && !defined(SIMT_STEP)
 #define SIMT_STEP
 #include "step.h"
