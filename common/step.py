@@ -60,16 +60,19 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 # them out (and two of v19's blocks, above that head_dim); and how much one block of an H100 merges
 # as quickly as v13's second kernel does, in all and in each part.
 TILE_ROWS, TILE_KEYS, TILE_DIM, WHOLE_KEYS = 32, 128, 128, 1024
-FEWEST = 16  # the rows of v20's work tile
 MERGED_ELEMENTS, PART_ELEMENTS = 2**15, 2**12
+# The rows of v20's work tile; two of these read the same keys sooner than one of v18's, where the K
+# of a head, and of all heads, has so few elements.
+FEWEST, SHORT_ELEMENTS, ALL_SHORT_ELEMENTS = 16, 2**19, 2**23
 WARPGROUP_ROWS = 64  # of a warpgroup, in every step
 # And are_of_few_heads(): the rows of v19's work tile, how many blocks may share its keys, and how
 # many of these run at once. Where idle multiprocessors could have taken more than UNSHARED_KEYS
-# keys off each block, v13 was faster. v18 was, with so few rows of so few elements, where teams are
-# of two blocks or have more than SMALL_KEYS keys for each; and v17 or v13, with more than
-# MERGED_ROWS and more than TEAM_KEYS.
+# keys off each block, v13 was faster. v20 was, with so few rows of so few elements, where teams are
+# smaller than the first or have more than SMALL_KEYS keys for each block; in the latter case, up to
+# SMALL_DIM, also with two of its work tiles; and v17 or v13, with more than MERGED_ROWS and more
+# than TEAM_KEYS.
 TEAM_ROWS, TEAMS, TEAM_BLOCKS, UNSHARED_KEYS = 64, (8, 4, 2), 112, 540
-SMALL_ROWS, SMALL_ELEMENTS, SMALL_KEYS = 16, 2**10, 256
+SMALL_ROWS, SMALL_ELEMENTS, SMALL_KEYS, SMALL_DIM = 16, 2**10, 256, 64
 TEAM_KEYS = 1024
 # And are_few(). From 640 to 896 IDLE_KEYS calls took as long on an H100, in the geometric mean, and
 # longer with 512 or 1024.
@@ -217,13 +220,13 @@ def are_of_few_heads(
     batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int
 ) -> bool:
     """Whether the queries of heads that share keys are so few work tiles that v19 is faster than
-    v18, v13, v17 and v12.
+    v20, v18, v13, v17 and v12.
 
     They are, where each can have a team of two blocks or more, or four with a larger head_dim than
     TILE_DIM, and no block more than TILE_KEYS. Or where it has more (with such a head_dim two
     blocks have WHOLE_KEYS at most), unless the multiprocessors without a team would be idle for too
-    long, v18's parts are very small and a team is two blocks or has more than SMALL_KEYS for each,
-    or more than MERGED_ROWS share more than TEAM_KEYS for a block.
+    long, v20's parts are very small and a team is smaller than a cluster or has more than
+    SMALL_KEYS for each block, or more than MERGED_ROWS share more than TEAM_KEYS for a block.
     """
     work = _work_tiles(batch, heads, kv_heads, seq_q, TEAM_ROWS)
     for team in TEAMS:
@@ -235,11 +238,14 @@ def are_of_few_heads(
         return False
     if seq_k <= TILE_KEYS * team:
         return True
-    has_more = team == 2 or seq_k > SMALL_KEYS * team
-    if has_more and _share_a_head(heads, kv_heads, seq_q, SMALL_ROWS):
-        is_small = seq_q * heads * head_dim <= SMALL_ELEMENTS * kv_heads
-        if is_small and are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
-            return False
+    are_small = _share_a_head(heads, kv_heads, seq_q, SMALL_ROWS)
+    are_small &= seq_q * heads * head_dim <= SMALL_ELEMENTS * kv_heads
+    has_more = seq_k > SMALL_KEYS * team
+    is_v20s = has_more and head_dim <= SMALL_DIM and _are_short(batch, kv_heads, seq_k, head_dim)
+    if are_small:
+        is_v20s = has_more or team < TEAMS[0]
+    if is_v20s and are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
+        return False
     if seq_k > TEAM_KEYS * team and not _share_a_head(heads, kv_heads, seq_q, MERGED_ROWS):
         return False
     idle = MULTIPROCESSORS - work * team
@@ -259,7 +265,8 @@ def _work_tiles(batch: int, heads: int, kv_heads: int, seq_q: int, tile_rows: in
 
 
 def are_few_rows(batch: int, heads: int, kv_heads: int, seq_q: int, head_dim: int) -> bool:
-    """Whether the queries of heads that share keys are so few that v18 is faster than v13, and v12.
+    """Whether the queries of heads that share keys are so few that v18 or v20 is faster than v13,
+    and v12.
 
     They are one work tile's, of TILE_ROWS at most; and where there are parts, on as many blocks as
     there are multiprocessors for each head of keys, these have MERGED_ELEMENTS at most, and each
@@ -272,6 +279,12 @@ def are_few_rows(batch: int, heads: int, kv_heads: int, seq_q: int, head_dim: in
     return parts < 2 or (
         elements <= PART_ELEMENTS * kv_heads and elements * parts <= MERGED_ELEMENTS * kv_heads
     )
+
+
+def _are_short(batch: int, kv_heads: int, seq_k: int, head_dim: int) -> bool:
+    """Whether keys are so few that up to TILE_ROWS rows on them are v20's, and not v18's."""
+    elements = seq_k * head_dim  # of a head's K
+    return elements <= SHORT_ELEMENTS and batch * kv_heads * elements <= ALL_SHORT_ELEMENTS
 
 
 def are_few(batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int) -> bool:
@@ -340,7 +353,7 @@ def few_of(
     if are_of_few_heads(batch, heads, kv_heads, seq_q, seq_k, head_dim):
         return FEW_HEADS
     if are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
-        return few_rows
+        return FEWEST_ROWS if _are_short(batch, kv_heads, seq_k, head_dim) else few_rows
     is_wide = head_dim > THREE_WARPGROUPS_DIM
     work = batch * heads * -(-seq_q // (BLOCK_QUERIES if is_wide else 3 * BLOCK_QUERIES // 2))
     # With a causal mask v12 shares nothing out. If the work tiles are about as long as each other,

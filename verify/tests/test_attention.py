@@ -71,7 +71,7 @@ def test_a_step_for_few_is_taken_only_for_them(monkeypatch) -> None:
     steps = first, fewest, heads, few, tiles, rows
     monkeypatch.setattr("common.operator.all_steps", lambda: steps)
     own, shared = (torch.zeros(1, num, 3, 8) for num in (4, 2))
-    some, many = (own[:, :, :1].expand(-1, -1, keys, -1) for keys in (2000, 20000))
+    some, many, most = (own[:, :, :1].expand(-1, -1, keys, -1) for keys in (2000, 20000, 70000))
     batched = shared.expand(40, -1, -1, -1)
     for k, seq_q, step in (
         (own, 1, fewest),
@@ -82,10 +82,12 @@ def test_a_step_for_few_is_taken_only_for_them(monkeypatch) -> None:
         (some, 32, heads),
         (some, 33, heads),
         (some, 10000, first),
-        (many, 16, fewest),
-        (many, 17, rows),
-        (many, 32, rows),
+        (many, 32, fewest),
         (many, 33, few),
+        (most, 16, fewest),
+        (most, 17, rows),
+        (most, 32, rows),
+        (most, 33, few),
         (many, 128, few),
         (many, 129, tiles),
         (many, 10000, first),
@@ -117,7 +119,7 @@ def test_what_attention_takes_for_few_rows() -> None:
     newest = [step.name for step in all_steps() if step.few == FEW_ROWS and not step.draft][-1]
     for heads, kv_heads, seq_q, is_few in ((16, 16, 32, True), (32, 8, 8, True), (32, 8, 9, False)):
         q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(8, heads, seq_q, -1)
-        k = q[:, :1, :1].expand(-1, kv_heads, 1025, -1)
+        k = q[:, :1, :1].expand(-1, kv_heads, 8193, -1)
         for causal in (False, True):
             assert (_newest(FORWARD, (q, k, k), causal) == newest) is is_few
 

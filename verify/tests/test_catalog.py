@@ -541,19 +541,27 @@ def test_keys_are_few(shape, few):
         ((7, 64, 8, 8, 1024, 136), True),
         ((7, 64, 8, 8, 1025, 136), False),
         ((7, 32, 4, 8, 1025, 136), True),
-        # So few rows are v18's, unless no block has more than a tile of keys, of teams of two, or
-        # two tiles, of larger ones.
+        # So few rows are v20's, unless no block has more than a tile of keys, or than two, of teams
+        # of eight.
         ((7, 64, 8, 1, 256, 128), True),
         ((7, 64, 8, 1, 257, 128), False),
-        ((2, 14, 14, 1, 1024, 128), True),
-        ((2, 14, 14, 1, 1025, 128), False),
+        ((2, 14, 14, 1, 512, 128), True),
+        ((2, 14, 14, 1, 513, 128), False),
+        ((2, 14, 14, 9, 513, 128), True),
         ((1, 14, 14, 1, 2048, 128), True),
         ((1, 14, 14, 1, 2049, 128), False),
         ((1, 14, 14, 8, 2049, 128), False),
         ((1, 14, 14, 9, 2049, 128), True),
-        ((1, 14, 14, 16, 2049, 64), False),
-        ((1, 14, 14, 17, 2049, 32), True),
-        # But not those of which v18 would have too large parts.
+        # With up to 64 columns 32 rows are, with more than two tiles.
+        ((1, 14, 14, 32, 2048, 64), True),
+        ((1, 14, 14, 32, 2049, 64), False),
+        ((1, 14, 14, 33, 2049, 64), True),
+        ((1, 14, 14, 32, 8192, 64), False),
+        ((1, 14, 14, 32, 8193, 64), True),
+        ((1, 14, 14, 17, 2049, 72), True),
+        ((2, 14, 14, 17, 1024, 64), True),
+        ((2, 14, 14, 17, 1025, 64), False),
+        # But not those of which v20 would have too large parts.
         ((1, 8, 1, 1, 1025, 128), True),
         # 8 of 132 multiprocessors, 64 and 112 are at work.
         ((1, 1, 1, 64, 4598, 128), True),
@@ -582,14 +590,36 @@ def test_heads_are_few(shape, few):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seq_k", [1, 1 << 30])
 def test_rows_are_few_for_any_keys(seq_k, causal):
+    more = FEWEST_ROWS if seq_k == 1 else FEW_ROWS
     for heads, seq_q in ((8, TILE_ROWS), (16, TILE_ROWS // 2), (8 * TILE_ROWS, 1)):
-        assert few_of(64, heads, 8, seq_q, seq_k, 64, causal) == FEW_ROWS
+        assert few_of(64, heads, 8, seq_q, seq_k, 64, causal) == more
     for heads, seq_q in ((8, FEWEST), (16, FEWEST // 2), (8 * FEWEST, 1)):
         assert few_of(64, heads, 8, seq_q, seq_k, 64, causal) == FEWEST_ROWS
-    assert few_of(64, 8, 8, FEWEST + 1, seq_k, 64, causal) == FEW_ROWS
+    assert few_of(64, 8, 8, FEWEST + 1, seq_k, 64, causal) == more
     # One row more, and heads share keys, or do not.
     assert few_of(64, 8 * (TILE_ROWS + 1), 8, 1, seq_k, 64, causal) == FEW_QUERIES
     assert few_of(64, 8, 8, TILE_ROWS + 1, seq_k, 64, causal) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_short"),
+    [
+        # 2^19 elements of a head's K, and 2^23 of all.
+        ((2, 64, 8, 4, 8192, 64), True),
+        ((2, 64, 8, 4, 8193, 64), False),
+        ((1, 64, 8, 4, 8192, 64), True),
+        ((1, 64, 8, 4, 16384, 64), False),
+        ((8, 64, 8, 4, 2048, 64), True),
+        ((8, 64, 8, 4, 2049, 64), False),
+        ((8, 64, 8, 4, 1024, 128), True),
+        ((8, 64, 8, 4, 1025, 128), False),
+        ((64, 16, 16, 17, 128, 64), True),
+        ((64, 16, 16, 17, 129, 64), False),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_of_few_keys_more_rows_are_few(shape, is_short, causal):
+    assert few_of(*shape, causal) == (FEWEST_ROWS if is_short else FEW_ROWS)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1), (1, 0, 1), (1, 2, 0), (0, 0, 0)])
