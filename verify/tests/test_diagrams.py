@@ -472,7 +472,7 @@ def test_teams_are_v19s():
     # Each block of a whole cluster has as many tiles of keys, and as many eights of columns.
     assert cluster_merge.KEYS % (cluster_merge.CLUSTER * names["BLOCK_N"]) == 0
     assert names["MERGED"] * cluster_merge.CLUSTER == names["COLUMNS_OF_O"]
-    halve = "while (team > 2 && num_works() * team > CLUSTERS * CLUSTER) team /= 2;"
+    halve = "while (log_team > 1 && num_works() << log_team > CLUSTERS * CLUSTER) --log_team;"
     assert halve in source("v19")
     assert cluster_merge.SMALLEST == 2
     by_team = {}

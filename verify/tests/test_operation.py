@@ -92,7 +92,9 @@ def test_flops_of_a_mask_are_those_of_the_visible_keys() -> None:
 
 def make_packer(operation: Operation, spec: Specialization, encoder: MapEncoder, **boxes: Box):
     """Of a step of the operation, with tensor maps that have these boxes."""
-    step = SimpleNamespace(name="x01", operation=operation, takes_lengths=False)
+    step = SimpleNamespace(
+        name="x01", operation=operation, takes_lengths=False, takes_divisors=False
+    )
     descriptor = descriptor_type(operation)(alignment=16)
     for name, box in boxes.items():
         setattr(descriptor, f"{name}_box", box)
@@ -102,7 +104,7 @@ def make_packer(operation: Operation, spec: Specialization, encoder: MapEncoder,
 def test_another_operation_is_packed() -> None:
     q, k, do = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 5, 8), torch.zeros(1, 4, 3, 16)[..., :8]
     tensors = (q, k, do, torch.zeros(1, 4, 3), torch.zeros(1, 4, 3, 8))
-    assert sizes_of(tensors) == (1, 4, 2, 3, 5, 0, 8, 6)
+    assert sizes_of(tensors) == (1, 4, 2, 3, 5, 0, 8, 6, 1)
     spec = specialization(tensors, causal=True)
     assert str(spec) == "d8_fp32_causal"
     packer = make_packer(GRADIENT_OF_Q, spec, simt_encoder(spec), do=Box(2, 4, 0))
