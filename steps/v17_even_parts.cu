@@ -1,8 +1,8 @@
 // v17 -- even parts: each work tile is cut into as many parts as keep all blocks busy, and in step
 // taken: only for few work tiles; for more, v12's shares or its order keep the blocks busy
 // change: v11's work tiles, each cut into the same number of parts of its keys: the number with which
-//     all rounds together are shortest. In a round, heads that share keys are at the same part of
-//     them. A second kernel merges the parts, as in v13
+//     all rounds together are shortest, unless whole ones keep the blocks busy. In a round, heads that
+//     share keys are at the same part of them. A second kernel merges the parts, as in v13
 // why: 128 queries of 32 heads are 32 work tiles, for 132 SMs. v13 cuts them, too, but computes S from
 //     Q in shared memory, with a running maximum. And v12's shares begin anywhere: heads that share
 //     keys, and work tiles of a head, read them at different times, each from DRAM. Predicted: v11's

@@ -1,5 +1,5 @@
 // v19 -- cluster merges: the blocks of a cluster share a work tile's keys, and send each other their parts
-// taken: only for few queries of few heads; where there are more, v13 and v18 leave no SM idle
+// taken: only for few queries of few heads; where there are more, v13, v18 and v20 leave no SM idle
 // change: from v13. Eight blocks of a cluster, or four or two of them, are a work tile's team, and each
 //     has an equal share of its keys. It sends what it has found, O, m and l, to the others through
 //     shared memory, and each merges some of the columns. A work tile has 64 rows instead of 128. There

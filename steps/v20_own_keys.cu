@@ -1,5 +1,5 @@
 // v20 -- warps with keys of their own: products of 16 rows, which a warp computes alone
-// taken: only for the fewest rows; of more, another row tile would read the same keys again
+// taken: only for the fewest rows; on many keys, another row tile would read these again
 // change: from v18. wgmma multiplies 64 rows at least, by four warps; mma.sync of v06 multiplies 16, by
 //     one. Each warp has a quarter of a tile's keys to itself, with m, l and O of its own, and waits for
 //     nobody else until the work tile ends. Then all merge what they have found, as blocks merge parts.

@@ -18,7 +18,7 @@ struct Divisor {
 // Of a call, and of the step's first kernel.
 struct Divisors {
     Divisor tiles[4];    // along each axis of the grid; 1 where it has no such axis
-    Divisor works;       // the product of those but SEQ_K's: work tiles
+    Divisor works;       // the product of those but SEQ_K's: work tiles, if the axes count these
     Divisor blocks;      // gridDim.x
     Divisor group;       // heads of a key head
     int32_t split_keys;  // the size SPLIT_KEYS
@@ -27,7 +27,8 @@ struct Divisors {
 struct DivisorsParams : AttentionParams, Divisors {};
 static_assert(sizeof(DivisorsParams) == sizeof(AttentionParams) + alignof(AttentionParams));
 
-// One more size for grids, of kernels after the first: 0 where work tiles are left whole, or else 1. They
-// are where one for each block in turn keeps nine tenths of all rounds busy; or where each has one tile of
-// keys, or 32 bits cannot count those of all. A kernel without blocks is not launched.
+// One more size for grids, of kernels after the first: 0 where the first is to leave work tiles whole, or
+// else 1. It is where dealing them out to all blocks in turn keeps nine tenths of all rounds busy, where
+// each has one tile of keys, or where 32 bits cannot count the tiles of all. A kernel without blocks is
+// not launched.
 constexpr Size SPLIT_KEYS = Size(SEQ_K + 4);
