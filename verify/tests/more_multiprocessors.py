@@ -51,7 +51,7 @@ def write_beside(folder: Path, step: Step, name: str, body: str) -> Step:
         body,
         globals_="\n".join(lines),
         layout="int nothing;",
-        takes_divisors=step.takes_divisors,
+        takes_divisors=True,
     )
 
 
@@ -69,7 +69,8 @@ class Sizes(Protocol):
     def seq_k(self) -> int: ...
 
 
-# What the host leaves of a call on so many multiprocessors, as pack.cpp does.
+# What the host leaves of a call on so many multiprocessors, as pack.cpp does of tensors: here there
+# are none of these sizes.
 _DIVIDE = """
 void divide(DivisorsParams& p, const KernelLaunch& kernel, uint32_t multiprocessors) {
     const auto divisor = [](int64_t value) {
