@@ -91,6 +91,8 @@ SHARED_ELEMENTS, SHARED_ROUNDS = 2**20, 4
 # Where nothing is read twice it was faster with so many, in any number of rounds, but on an H200
 # not with more; and faster than v13, too, above TILE_DIM, where two warpgroups compute.
 EVEN_PARTS_ELEMENTS = range(2**18, 2**22)
+# And with up to so many keys it was faster in so few rounds, or in one: it starts and ends sooner.
+EVEN_PARTS_KEYS = 2048
 
 
 @dataclass(frozen=True)
@@ -241,9 +243,11 @@ def are_of_few_heads(
     are_small = _share_a_head(heads, kv_heads, seq_q, SMALL_ROWS)
     are_small &= seq_q * heads * head_dim <= SMALL_ELEMENTS * kv_heads
     has_more = seq_k > SMALL_KEYS * team
-    is_v20s = has_more and head_dim <= SMALL_DIM and _are_short(batch, kv_heads, seq_k, head_dim)
     if are_small:
         is_v20s = has_more or team < TEAMS[0]
+    else:
+        are_short = head_dim <= SMALL_DIM and _are_short(batch, kv_heads, seq_k, head_dim)
+        is_v20s = has_more and are_short
     if is_v20s and are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
         return False
     if seq_k > TEAM_KEYS * team and not _share_a_head(heads, kv_heads, seq_q, MERGED_ROWS):
@@ -370,17 +374,20 @@ def few_of(
         return FEW_WORK_TILES if is_alone and elements in EVEN_PARTS_ELEMENTS else FEW_QUERIES
     if are_faster_together(together, alone, seq_k, are_merged):
         return FEW_QUERIES
+    two_compute = is_wide or seq_q <= BLOCK_QUERIES  # of three warpgroups, or of two
+    is_shared = two_compute and not causal and 0 < _full_rounds(work) <= SHARED_ROUNDS
+    if is_shared and seq_k <= EVEN_PARTS_KEYS:
+        return FEW_WORK_TILES
     if are_merged:
         # Few only where v12, which shares out their keys, reads these more slowly than v17.
         is_shared = is_wide and not causal and _full_rounds(work) > 1
         return FEW_WORK_TILES if is_shared and elements in EVEN_PARTS_ELEMENTS else None
-    two_compute = is_wide or seq_q <= BLOCK_QUERIES  # of three warpgroups, or of two
     if _are_idle(work, seq_k, IDLE_KEYS_OF_TILES, rounds):
         is_half_idle = two_compute and not is_wide and seq_k <= TWO_WARPGROUPS_KEYS
         return FEW_QUERIES if is_half_idle else FEW_WORK_TILES
     # Or v12 shares out the work tiles of a few rounds, and takes those that look at the same keys
     # out of step. With three warpgroups at work it computes for so long that this does not matter.
-    is_shared = two_compute and not causal and 1 < _full_rounds(work) <= SHARED_ROUNDS
+    is_shared &= _full_rounds(work) > 1
     return FEW_WORK_TILES if is_shared and elements >= SHARED_ELEMENTS else None
 
 

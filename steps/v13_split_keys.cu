@@ -1,11 +1,11 @@
 // v13 -- split keys: all blocks share the keys of few queries, and a second kernel merges their parts
 // taken: only for few queries; for more, v12's tensor cores are busier
 // change: the tiles of keys of each work tile are cut into equal parts, one for each block or, where that
-//     leaves many without any, all in a row into as many equal shares as there are blocks. What a block
-//     computes of a work tile that it has only a part of is O, m and l of its keys. A second kernel merges
-//     the parts. Where there are work tiles enough, whole ones are dealt out in turn. The rows of a work
-//     tile are the queries of all heads that look at the same keys. What blocks divide by, to find their
-//     work tiles, the host has inverted
+//     leaves many without any, or some for long, all in a row into as many equal shares as there are
+//     blocks. What a block computes of a work tile that it has only a part of is O, m and l of its keys.
+//     A second kernel merges the parts. Where there are work tiles enough, whole ones are dealt out in
+//     turn. The rows of a work tile are the queries of all heads that look at the same keys. What blocks
+//     divide by, to find their work tiles, the host has inverted
 // why: with one query a head is one block's work, and most SMs have none; and each head of a group
 //     reads the same keys again. Predicted: with one query and 8 sequences of 8192 keys or more, 0.93
 //     of the speed of a copy, as K and V come from global memory once, through all SMs
@@ -54,6 +54,9 @@ enum PartKind { ENDS, GOES_ON };
 struct Parts {
     Part part[2][CONSUMERS];
 };
+// From so many tiles of keys in a share on, equal shares are worth merging even where as many parts of each
+// work tile would keep nine tenths of the blocks busy; not where the parts are of two warpgroups.
+constexpr int LONG_SHARE = 400;
 constexpr int MAX_BLOCKS = 144;                       // no device of this architecture has more SMs
 constexpr int MERGE_THREADS = 256, MERGE_BLOCKS = 4;  // the latter on an SM
 // Of O a thread merges so many numbers of parts at a time: 8 columns of two parts or, where there are
@@ -112,8 +115,8 @@ struct Schedule {
     const uint32_t works;            // work tiles
     const int rows;                  // of a key head: the queries of its heads
     const int consumers, tile_rows;  // warpgroups that have rows; the rows of a work tile
-    const bool is_whole;             // a share is of whole work tiles
     uint32_t blocks;                 // that have a share
+    const bool is_whole;             // it is of whole work tiles
     uint32_t parts;          // or one of so many equal ones of a work tile, if that is not 0
     uint32_t share, longer;  // or else of so many tiles of keys; of the first blocks one more
 
@@ -126,13 +129,15 @@ struct Schedule {
           rows(p.group.value * p.seq_q),
           consumers(rows <= BLOCK_M ? 1 : CONSUMERS),
           tile_rows(BLOCK_M * consumers),
-          is_whole(!p.split_keys),
-          blocks(p.blocks.value) {
+          blocks(p.blocks.value),
+          is_whole(!p.split_keys) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
-        // of each, where that keeps nine tenths of the blocks busy.
+        // of each, where that keeps nine tenths of the blocks busy. If shares are long, the last tenth
+        // is worth more.
         if (is_whole) return;
         parts = p.works.divide(blocks);
-        if (10 * works * parts < 9 * blocks) parts = 0;
+        const bool is_long = consumers == 1 && works * tiles.value >= LONG_SHARE * blocks;
+        if (is_long || 10 * works * parts < 9 * blocks) parts = 0;
         if (parts > 0) {
             blocks = works * parts;
             return;

@@ -68,11 +68,10 @@ struct Parts {
     Part part[2];
 };
 // From so many tiles of keys in a share on, equal shares are worth merging even where others would keep nine
-// tenths of the blocks busy: where whole work tiles follow, and where not.
-constexpr int REST_SHARE = 40, LONG_SHARE = 400;
+// tenths of the blocks busy: where whole work tiles follow, and where not, from 7.5 MB of K and V on.
+constexpr int REST_SHARE = 40, LONG_SHARE = (15 << 18) / sizeof(Tile<BLOCK_N>);
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
-constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
-constexpr int MERGED_AT_ONCE = 8;           // and of so many parts at a time
+constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: four columns
 
 // What a block computes of a work tile: of up to TILE_ROWS rows, which share a key head, the tiles of
 // keys first ... end - 1.
@@ -200,7 +199,8 @@ struct Schedule {
 };
 
 // A block's share, segment by segment: of work tiles that are cut, and then whole ones. While whole ones
-// are computed, the warps that do not compute merge the parts of one that is cut.
+// are computed, the warps that do not compute merge the parts of one that is cut. What is cut comes in
+// reverse: the next share waits for the part that goes on.
 struct Share {
     const Schedule& schedule;
     uint32_t index;
@@ -233,7 +233,7 @@ struct Share {
         uint32_t work;
         Segment segment;
         if (i < num_cut) {
-            work = first_work + i;
+            work = first_work + num_cut - 1 - i;
             const uint32_t before = work * tiles;
             segment.first = max(begin, before) - before;
             segment.end = min(end - before, tiles);
@@ -353,6 +353,11 @@ struct Merged {
         store_float4(place.o + d,
                      make_float4(o[0] * inverse, o[1] * inverse, o[2] * inverse, o[3] * inverse));
         if (d == 0) *place.lse = (row_max + lg2_approx_ftz(row_sum)) * LN_2;
+    }
+    // Or a part of them.
+    __device__ void leave(Part& part, int row, int d) const {
+        store_float4(&part.o[row][d], make_float4(o[0], o[1], o[2], o[3]));
+        if (d == 0) part.row_max[row] = row_max, part.row_sum[row] = row_sum;
     }
     // Where no key is visible yet all S are -inf, and -inf + inf is NaN.
     static __device__ float shift_of(float max) { return max == -INFINITY ? 0.0f : max; }
@@ -488,74 +493,34 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             if (lane % 4 == 0) found.row_max[local] = row_max[r], found.row_sum[local] = sums[r];
         }
         bar_sync(PART_BARRIER, 32 * COMPUTING);
-        // ---- merge what the warps have found: O and lse, or a part of them
+        // ---- merge what the warps have found: O and lse, or a part of them. A thread has four columns of
+        // either half of a row
         Part& part = parts[share.index].part[segment.kind];
         const int rows = min(TILE_ROWS, schedule.rows - segment.first_row);
-        for (int n = threadIdx.x; n < rows * MERGE_CHUNKS; n += 32 * COMPUTING) {
-            const int local = n / MERGE_CHUNKS, d = n % MERGE_CHUNKS * 4;
-            Merged merged;
+        for (int n = threadIdx.x; n < rows * MERGE_CHUNKS / 2; n += 32 * COMPUTING) {
+            const int local = n / (MERGE_CHUNKS / 2), first = n % (MERGE_CHUNKS / 2) * 4;
 #pragma unroll
-            for (const WarpPart& of : smem.parts)
-                merged.row_max = fmaxf(merged.row_max, of.row_max[local]);
+            for (int d = first; d < HEAD_DIM; d += HEAD_DIM / 2) {
+                Merged merged;
 #pragma unroll
-            for (const WarpPart& of : smem.parts)
-                merged.add(of.row_max[local], of.row_sum[local], load_float4(&of.o[local][d]));
-            if (segment.is_whole) {
-                merged.write(smem.places[i % Q_STAGES][local], d);
-                continue;
+                for (const WarpPart& of : smem.parts)
+                    merged.row_max = fmaxf(merged.row_max, of.row_max[local]);
+#pragma unroll
+                for (const WarpPart& of : smem.parts)
+                    merged.add(of.row_max[local], of.row_sum[local], load_float4(&of.o[local][d]));
+                if (segment.is_whole)
+                    merged.write(smem.places[i % Q_STAGES][local], d);
+                else
+                    merged.leave(part, local, d);
             }
-            store_float4(&part.o[local][d],
-                         make_float4(merged.o[0], merged.o[1], merged.o[2], merged.o[3]));
-            if (d == 0) part.row_max[local] = merged.row_max, part.row_sum[local] = merged.row_sum;
         }
-        if (i == 0 && share.merges_early()) bar_arrive(OWN_PART_BARRIER, NUM_THREADS - 32);
+        if (i + 1 == share.num_cut && share.merges_early())
+            bar_arrive(OWN_PART_BARRIER, NUM_THREADS - 32);
         if (segment.kind == GOES_ON) {
             bar_sync(PART_BARRIER, 32 * COMPUTING);  // all warps have written
             if (warp == 0) post_signal(part.ready);
         }
     }
-}
-
-// ---- o = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread has four
-// columns of a row, and of its parts every `lanes`-th: so many lanes of a warp have the same columns.
-__device__ void merge_chunk(const AttentionParams& p, const Schedule& schedule, const Merge& merge,
-                            int local, int d, int lanes, bool is_there) {
-    const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
-    const int lane = threadIdx.x % lanes;
-    Merged merged;
-    for (uint32_t share = merge.first_share + lane; is_there && share <= merge.last_share;
-         share += MERGED_AT_ONCE * lanes) {
-        // All loads first: they take as long as one.
-        float part_max[MERGED_AT_ONCE], part_sum[MERGED_AT_ONCE];
-        float4 part_o[MERGED_AT_ONCE];
-#pragma unroll
-        for (int n = 0; n < MERGED_AT_ONCE; ++n) {
-            const uint32_t of = share + n * lanes;
-            part_max[n] = -INFINITY, part_sum[n] = 0.0f, part_o[n] = make_float4(0, 0, 0, 0);
-            if (of > merge.last_share) continue;
-            const Part& part = parts[of].part[of < merge.last_share ? GOES_ON : ENDS];
-            part_max[n] = part.row_max[local], part_sum[n] = part.row_sum[local];
-            part_o[n] = load_float4(&part.o[local][d]);
-        }
-        float new_max = merged.row_max;
-#pragma unroll
-        for (float m : part_max) new_max = fmaxf(new_max, m);
-        merged.raise(new_max);
-#pragma unroll
-        for (int n = 0; n < MERGED_AT_ONCE; ++n) merged.add(part_max[n], part_sum[n], part_o[n]);
-    }
-    // The same once more, of what the lanes have.
-    float new_max = merged.row_max;
-    for (int other = 1; other < lanes; other *= 2)
-        new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, other));
-    merged.raise(new_max);
-    for (int other = 1; other < lanes; other *= 2) {
-        merged.row_sum += __shfl_xor_sync(0xffffffff, merged.row_sum, other);
-#pragma unroll
-        for (float& x : merged.o) x += __shfl_xor_sync(0xffffffff, x, other);
-    }
-    if (is_there && lane == 0)
-        merged.write(schedule.place(merge.segment, merge.segment.first_row + local), d);
 }
 
 // ---- wait for the parts of the work tile that a share begins with, and leave in shared memory what the
@@ -565,25 +530,79 @@ __device__ void await_parts(const AttentionParams& p, const Share& share, Merge&
     Parts* const parts = static_cast<Parts*>(p.workspace[0]);
     const uint32_t lane = threadIdx.x % 32, last = share.index;
     const uint32_t first = share.schedule.first_share(share.first_work);
-    if (lane == 0) merge = {share.at(0), first, last};
+    if (lane == 0) merge = {share.at(share.num_cut - 1), first, last};
     for (uint32_t other = first; other < last; other += 32)
         take_signals(other + lane < last ? &parts[other + lane].part[GOES_ON].ready : nullptr);
 }
 
-// ---- merge the parts. By all warps from first_warp on
+// ---- o = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. By all warps from
+// first_warp on. A thread has CHUNKS times four columns of a row, and AT_ONCE parts of each at a time
+template <int CHUNKS, int AT_ONCE>
 __device__ void merge(const AttentionParams& p, const Schedule& schedule, const Merge& of,
-                      uint32_t first_warp) {
-    const uint32_t warps = NUM_THREADS / 32 - first_warp;
-    const uint32_t rows = min(TILE_ROWS, schedule.rows - of.segment.first_row);
-    const uint32_t chunks = rows * MERGE_CHUNKS;
+                      uint32_t num_chunks, uint32_t first_warp) {
+    const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
+    const uint32_t threads = NUM_THREADS - 32 * first_warp, thread = threadIdx.x - 32 * first_warp;
+    // Where it has only four, so many lanes of a warp have the same ones, and every so many-th part, that each
+    // loads all of its parts at once, unless there are not so many threads.
     const uint32_t num_parts = of.last_share - of.first_share + 1;
-    // So many lanes that each loads all of its parts at once, unless there are not so many threads.
     uint32_t lanes = 1;
-    while (MERGED_AT_ONCE * lanes < num_parts && 2 * lanes * chunks <= 32 * warps) lanes *= 2;
-    for (uint32_t warp = threadIdx.x / 32 - first_warp; 32 * warp < chunks * lanes; warp += warps) {
-        const uint32_t chunk = (32 * warp + threadIdx.x % 32) / lanes;
-        merge_chunk(p, schedule, of, chunk / MERGE_CHUNKS, chunk % MERGE_CHUNKS * 4, lanes,
-                    chunk < chunks);
+    while (CHUNKS == 1 && AT_ONCE * lanes < num_parts && 2 * lanes * num_chunks <= threads)
+        lanes *= 2;
+    const uint32_t lane = thread % lanes;
+    for (uint32_t n = thread; n - thread % 32 < lanes * num_chunks; n += CHUNKS * threads) {
+        Merged merged[CHUNKS];
+        int row[CHUNKS], d[CHUNKS];
+        bool is_there[CHUNKS];
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const uint32_t chunk = (n + c * threads) / lanes;
+            row[c] = chunk / MERGE_CHUNKS, d[c] = chunk % MERGE_CHUNKS * 4;
+            is_there[c] = chunk < num_chunks;
+        }
+        for (uint32_t share = of.first_share + lane; share <= of.last_share;
+             share += AT_ONCE * lanes) {
+            // All loads first: they take as long as one.
+            float part_max[CHUNKS][AT_ONCE], part_sum[CHUNKS][AT_ONCE];
+            float4 part_o[CHUNKS][AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const uint32_t from = share + i * lanes;
+                const Part& part = parts[from].part[from < of.last_share ? GOES_ON : ENDS];
+#pragma unroll
+                for (int c = 0; c < CHUNKS; ++c) {
+                    part_max[c][i] = -INFINITY, part_sum[c][i] = 0.0f;
+                    part_o[c][i] = make_float4(0, 0, 0, 0);
+                    if (from > of.last_share || !is_there[c]) continue;
+                    part_max[c][i] = part.row_max[row[c]], part_sum[c][i] = part.row_sum[row[c]];
+                    part_o[c][i] = load_float4(&part.o[row[c]][d[c]]);
+                }
+            }
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                float new_max = merged[c].row_max;
+#pragma unroll
+                for (float m : part_max[c]) new_max = fmaxf(new_max, m);
+                merged[c].raise(new_max);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i)
+                    merged[c].add(part_max[c][i], part_sum[c][i], part_o[c][i]);
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            // The same once more, of what the lanes have.
+            float new_max = merged[c].row_max;
+            for (uint32_t other = 1; other < lanes; other *= 2)
+                new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, other));
+            merged[c].raise(new_max);
+            for (uint32_t other = 1; other < lanes; other *= 2) {
+                merged[c].row_sum += __shfl_xor_sync(0xffffffff, merged[c].row_sum, other);
+#pragma unroll
+                for (float& x : merged[c].o) x += __shfl_xor_sync(0xffffffff, x, other);
+            }
+            if (is_there[c] && lane == 0)
+                merged[c].write(schedule.place(of.segment, of.segment.first_row + row[c]), d[c]);
+        }
     }
 }
 
@@ -625,5 +644,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         bar_sync(OWN_PART_BARRIER, NUM_THREADS - 32);
     else
         __syncthreads();
-    merge(p, schedule, smem.merge, first_warp);
+    const uint32_t rows = min(TILE_ROWS, schedule.rows - smem.merge.segment.first_row);
+    const uint32_t num_chunks = rows * MERGE_CHUNKS;
+    // Each round of loads is a journey to L2, or to DRAM.
+    if (num_chunks <= 2 * (NUM_THREADS - 32 * first_warp))
+        merge<1, 8>(p, schedule, smem.merge, num_chunks, first_warp);
+    else
+        merge<4, 4>(p, schedule, smem.merge, num_chunks, first_warp);
 }
