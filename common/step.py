@@ -91,8 +91,9 @@ SHARED_ELEMENTS, SHARED_ROUNDS = 2**20, 4
 # Where nothing is read twice it was faster with so many, in any number of rounds, but on an H200
 # not with more; and faster than v13, too, above TILE_DIM, where two warpgroups compute.
 EVEN_PARTS_ELEMENTS = range(2**18, 2**22)
-# And with up to so many keys it was faster in so few rounds, or in one: it starts and ends sooner.
-EVEN_PARTS_KEYS = 2048
+# And in one to SHARED_ROUNDS full rounds of up to so many queries and keys: it starts and ends
+# sooner. (On an H100, with head_dim 64 and heads that share nothing, v12 was 0.5 % faster.)
+EVEN_PARTS_QUERIES, EVEN_PARTS_KEYS = 512, 2048
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,7 @@ def few_of(
     FEW_QUERIES, of up to MERGED_ROWS that share keys, or more where heads have fewer work tiles
     together than alone, or where v17 would have a warpgroup without any; or else FEW_WORK_TILES,
     which v17 takes: of more rows, or of heads that share nothing above TILE_DIM, or where v12 would
-    share out full rounds.
+    share out full rounds, or all rounds are full, few and short.
     """
     few_rows = FEWEST_ROWS if _share_a_head(heads, kv_heads, seq_q, FEWEST) else FEW_ROWS
     if are_few_keys(batch, heads, kv_heads, seq_q, seq_k, head_dim):
@@ -375,20 +376,21 @@ def few_of(
     if are_faster_together(together, alone, seq_k, are_merged):
         return FEW_QUERIES
     two_compute = is_wide or seq_q <= BLOCK_QUERIES  # of three warpgroups, or of two
-    is_shared = two_compute and not causal and 0 < _full_rounds(work) <= SHARED_ROUNDS
-    if is_shared and seq_k <= EVEN_PARTS_KEYS:
+    full_rounds = 0 if causal else _full_rounds(work)
+    are_few_rounds = two_compute and 0 < full_rounds <= SHARED_ROUNDS
+    if are_few_rounds and seq_q <= EVEN_PARTS_QUERIES and seq_k <= EVEN_PARTS_KEYS:
         return FEW_WORK_TILES
     if are_merged:
         # Few only where v12, which shares out their keys, reads these more slowly than v17.
-        is_shared = is_wide and not causal and _full_rounds(work) > 1
+        is_shared = is_wide and full_rounds > 1
         return FEW_WORK_TILES if is_shared and elements in EVEN_PARTS_ELEMENTS else None
     if _are_idle(work, seq_k, IDLE_KEYS_OF_TILES, rounds):
         is_half_idle = two_compute and not is_wide and seq_k <= TWO_WARPGROUPS_KEYS
         return FEW_QUERIES if is_half_idle else FEW_WORK_TILES
     # Or v12 shares out the work tiles of a few rounds, and takes those that look at the same keys
     # out of step. With three warpgroups at work it computes for so long that this does not matter.
-    is_shared &= _full_rounds(work) > 1
-    return FEW_WORK_TILES if is_shared and elements >= SHARED_ELEMENTS else None
+    is_shared = are_few_rounds and full_rounds > 1 and elements >= SHARED_ELEMENTS
+    return FEW_WORK_TILES if is_shared else None
 
 
 def few_with(

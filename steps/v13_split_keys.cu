@@ -132,14 +132,14 @@ struct Schedule {
           blocks(p.blocks.value),
           is_whole(!p.split_keys) {
         // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
-        // of each, where that keeps nine tenths of the blocks busy. If shares are long, the last tenth
-        // is worth more.
+        // of each, where that keeps all blocks busy, or nine tenths and shares are short.
         if (is_whole) return;
         parts = p.works.divide(blocks);
+        const uint32_t busy = works * parts;
         const bool is_long = consumers == 1 && works * tiles.value >= LONG_SHARE * blocks;
-        if (is_long || 10 * works * parts < 9 * blocks) parts = 0;
+        if (busy < blocks && (is_long || 10 * busy < 9 * blocks)) parts = 0;
         if (parts > 0) {
-            blocks = works * parts;
+            blocks = busy;
             return;
         }
         share = p.blocks.divide(works * tiles.value);

@@ -61,15 +61,16 @@ using WarpPart = Found<DIM + 8>;
 struct alignas(128) Part : Found<HEAD_DIM> {
     Signal ready;  // for the block that merges it
 };
-// A share leaves at most one part of a work tile whose last keys it has, and one of the last that is cut,
-// which goes on in the next share.
+// A share leaves at most one part of a work tile whose last keys it has, and one of a work tile that goes on
+// in the next share.
 enum PartKind { ENDS, GOES_ON };
 struct Parts {
     Part part[2];
 };
 // From so many tiles of keys in a share on, equal shares are worth merging even where others would keep nine
-// tenths of the blocks busy: where whole work tiles follow, and where not, from 7.5 MB of K and V on.
-constexpr int REST_SHARE = 40, LONG_SHARE = (15 << 18) / sizeof(Tile<BLOCK_N>);
+// tenths of the blocks busy: where whole work tiles follow, and where not, of 3.75 MB of tiles of K.
+constexpr int REST_SHARE = 40;
+constexpr int LONG_SHARE = (15 << 18) / sizeof(Tile<BLOCK_N>);
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
 constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: four columns
 
@@ -82,7 +83,7 @@ struct Segment {
     bool is_whole;  // all tiles of the work tile
 };
 
-// What is to be merged: the parts of the work tile that a share begins with.
+// What is to be merged: the parts of the work tile whose last keys a share has, but not the first ones.
 struct Merge {
     Segment segment;
     uint32_t first_share, last_share;  // whose parts these are
@@ -156,10 +157,12 @@ struct Schedule {
         if (rounds > 0) {
             // Nor is that which keeps nine tenths of all rounds busy, and of which shares would be short.
             if (!p.split_keys && rest_tiles < REST_SHARE * shares) return;
-        } else if (rest_tiles < LONG_SHARE * shares) {
-            // As many parts of each, if these keep nine tenths of the blocks busy.
+        } else {
+            // As many parts of each, if these keep all blocks busy, or nine tenths where shares are short.
             parts = p.works.divide(shares);
-            if (10 * rest * parts < 9 * shares) parts = 0;
+            const uint32_t busy = rest * parts;
+            const bool is_long = rest_tiles >= LONG_SHARE * shares;
+            if (busy < shares && (is_long || 10 * busy < 9 * shares)) parts = 0;
         }
         cut_works = rest;
         if (parts > 0) {
@@ -493,26 +496,22 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             if (lane % 4 == 0) found.row_max[local] = row_max[r], found.row_sum[local] = sums[r];
         }
         bar_sync(PART_BARRIER, 32 * COMPUTING);
-        // ---- merge what the warps have found: O and lse, or a part of them. A thread has four columns of
-        // either half of a row
+        // ---- merge what the warps have found: O and lse, or a part of them
         Part& part = parts[share.index].part[segment.kind];
         const int rows = min(TILE_ROWS, schedule.rows - segment.first_row);
-        for (int n = threadIdx.x; n < rows * MERGE_CHUNKS / 2; n += 32 * COMPUTING) {
-            const int local = n / (MERGE_CHUNKS / 2), first = n % (MERGE_CHUNKS / 2) * 4;
+        for (int n = threadIdx.x; n < rows * MERGE_CHUNKS; n += 32 * COMPUTING) {
+            const int local = n / MERGE_CHUNKS, d = n % MERGE_CHUNKS * 4;
+            Merged merged;
 #pragma unroll
-            for (int d = first; d < HEAD_DIM; d += HEAD_DIM / 2) {
-                Merged merged;
+            for (const WarpPart& of : smem.parts)
+                merged.row_max = fmaxf(merged.row_max, of.row_max[local]);
 #pragma unroll
-                for (const WarpPart& of : smem.parts)
-                    merged.row_max = fmaxf(merged.row_max, of.row_max[local]);
-#pragma unroll
-                for (const WarpPart& of : smem.parts)
-                    merged.add(of.row_max[local], of.row_sum[local], load_float4(&of.o[local][d]));
-                if (segment.is_whole)
-                    merged.write(smem.places[i % Q_STAGES][local], d);
-                else
-                    merged.leave(part, local, d);
-            }
+            for (const WarpPart& of : smem.parts)
+                merged.add(of.row_max[local], of.row_sum[local], load_float4(&of.o[local][d]));
+            if (segment.is_whole)
+                merged.write(smem.places[i % Q_STAGES][local], d);
+            else
+                merged.leave(part, local, d);
         }
         if (i + 1 == share.num_cut && share.merges_early())
             bar_arrive(OWN_PART_BARRIER, NUM_THREADS - 32);
@@ -523,8 +522,8 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
     }
 }
 
-// ---- wait for the parts of the work tile that a share begins with, and leave in shared memory what the
-// merge needs to know. By a warp that does not compute: GPUs start blocks in the order of their numbers,
+// ---- wait for other blocks' parts of the work tile that is to be merged, and leave in shared memory what
+// the merge needs to know. By a warp that does not compute: GPUs start blocks in the order of their numbers,
 // and no warp that computes waits for a part
 __device__ void await_parts(const AttentionParams& p, const Share& share, Merge& merge) {
     Parts* const parts = static_cast<Parts*>(p.workspace[0]);
@@ -542,20 +541,22 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, const 
                       uint32_t num_chunks, uint32_t first_warp) {
     const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
     const uint32_t threads = NUM_THREADS - 32 * first_warp, thread = threadIdx.x - 32 * first_warp;
-    // Where it has only four, so many lanes of a warp have the same ones, and every so many-th part, that each
-    // loads all of its parts at once, unless there are not so many threads.
     const uint32_t num_parts = of.last_share - of.first_share + 1;
-    uint32_t lanes = 1;
-    while (CHUNKS == 1 && AT_ONCE * lanes < num_parts && 2 * lanes * num_chunks <= threads)
-        lanes *= 2;
-    const uint32_t lane = thread % lanes;
+    // Where CHUNKS is 1, neighboring lanes may have the same columns, and each every so many-th part: as many
+    // lanes as load all parts at once, if there are threads for it.
+    static_assert(CHUNKS > 1 || AT_ONCE * 32 >= MAX_BLOCKS);
+    uint32_t shift = 0;
+    while (CHUNKS == 1 && (AT_ONCE << shift) < num_parts && (num_chunks << shift) * 2 <= threads)
+        ++shift;
+    const uint32_t lanes = 1 << shift, lane = thread & (lanes - 1);
+    // Warps stay together, as lanes merge what they have found.
     for (uint32_t n = thread; n - thread % 32 < lanes * num_chunks; n += CHUNKS * threads) {
         Merged merged[CHUNKS];
         int row[CHUNKS], d[CHUNKS];
         bool is_there[CHUNKS];
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const uint32_t chunk = (n + c * threads) / lanes;
+            const uint32_t chunk = (n + c * threads) >> shift;
             row[c] = chunk / MERGE_CHUNKS, d[c] = chunk % MERGE_CHUNKS * 4;
             is_there[c] = chunk < num_chunks;
         }
@@ -567,12 +568,12 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, const 
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const uint32_t from = share + i * lanes;
-                const Part& part = parts[from].part[from < of.last_share ? GOES_ON : ENDS];
 #pragma unroll
                 for (int c = 0; c < CHUNKS; ++c) {
                     part_max[c][i] = -INFINITY, part_sum[c][i] = 0.0f;
                     part_o[c][i] = make_float4(0, 0, 0, 0);
                     if (from > of.last_share || !is_there[c]) continue;
+                    const Part& part = parts[from].part[from < of.last_share ? GOES_ON : ENDS];
                     part_max[c][i] = part.row_max[row[c]], part_sum[c][i] = part.row_sum[row[c]];
                     part_o[c][i] = load_float4(&part.o[row[c]][d[c]]);
                 }
@@ -646,7 +647,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         __syncthreads();
     const uint32_t rows = min(TILE_ROWS, schedule.rows - smem.merge.segment.first_row);
     const uint32_t num_chunks = rows * MERGE_CHUNKS;
-    // Each round of loads is a journey to L2, or to DRAM.
+    // A round of loads is a journey to L2, or to DRAM. With more than two chunks for each thread the second
+    // way takes fewer.
     if (num_chunks <= 2 * (NUM_THREADS - 32 * first_warp))
         merge<1, 8>(p, schedule, smem.merge, num_chunks, first_warp);
     else

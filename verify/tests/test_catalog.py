@@ -598,7 +598,8 @@ def test_rows_are_few_for_any_keys(seq_k, causal):
     assert few_of(64, 8, 8, FEWEST + 1, seq_k, 64, causal) == more
     # One row more, and heads share keys, or do not.
     assert few_of(64, 8 * (TILE_ROWS + 1), 8, 1, seq_k, 64, causal) == FEW_QUERIES
-    assert few_of(64, 8, 8, TILE_ROWS + 1, seq_k, 64, causal) is None
+    few = FEW_WORK_TILES if seq_k == 1 and not causal else None  # in four full rounds
+    assert few_of(64, 8, 8, TILE_ROWS + 1, seq_k, 64, causal) == few
 
 
 @pytest.mark.parametrize(
@@ -655,15 +656,16 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
         # Half as many, and 2048 keys.
         ((8, 32, 8, 48, 2048, 128, True), FEW_QUERIES),
         ((8, 32, 8, 48, 2047, 128, True), None),
-        ((8, 32, 8, 65, 2048, 128, False), None),  # 192 and 256
+        ((8, 32, 8, 65, 2049, 128, False), None),  # 192 and 256
+        ((8, 32, 8, 65, 2048, 128, True), None),
         # With fewer keys, if they are 128 rows at most, and more than a round of v12's.
         ((4, 64, 8, 16, 1025, 128, False), FEW_QUERIES),
-        ((4, 32, 8, 32, 1025, 128, False), None),
+        ((4, 32, 8, 32, 1025, 128, True), None),
         ((4, 32, 8, 32, 2048, 128, False), FEW_QUERIES),
         ((5, 32, 8, 32, 1025, 128, False), FEW_QUERIES),
         # Or if a round of v13's is three of v12's, at least.
         ((8, 64, 8, 32, 512, 128, False), FEW_QUERIES),
-        ((4, 64, 8, 32, 512, 128, False), None),
+        ((4, 64, 8, 32, 512, 128, True), None),
         ((9, 64, 8, 32, 512, 128, False), None),  # two are five
         # All multiprocessors are busy; but of a causal mask's two rounds a quarter is empty.
         ((1, 24, 24, 768, 3380, 128, True), FEW_WORK_TILES),
@@ -687,6 +689,42 @@ def test_what_an_empty_call_has_few_of_is_no_error(shape):
         ((5, 28, 28, 128, 3271, 128, True), FEW_QUERIES),
         ((5, 28, 28, 128, 3270, 128, True), None),
         ((5, 28, 28, 128, 131072, 128, False), None),
+        # One to four rounds that are nine tenths full, of 2048 keys at most.
+        ((4, 32, 8, 128, 2048, 128, False), FEW_WORK_TILES),
+        ((4, 32, 8, 128, 2049, 128, False), None),
+        ((4, 32, 8, 128, 2048, 128, True), None),
+        ((4, 32, 8, 128, 1, 128, False), FEW_WORK_TILES),
+        ((1, 236, 118, 65, 2048, 128, False), None),  # 236 of 264
+        ((1, 238, 119, 65, 2048, 128, False), FEW_WORK_TILES),
+        ((1, 118, 59, 128, 2048, 128, False), None),
+        ((1, 119, 17, 128, 2048, 128, False), FEW_WORK_TILES),
+        ((1, 134, 67, 128, 2048, 128, False), None),
+        ((1, 475, 95, 128, 2048, 128, False), None),
+        ((1, 476, 119, 128, 2048, 128, False), FEW_WORK_TILES),
+        ((1, 528, 88, 128, 2048, 128, False), FEW_WORK_TILES),
+        ((1, 528, 88, 128, 2049, 128, False), None),
+        ((1, 594, 99, 128, 2048, 128, False), None),  # five
+        ((1, 660, 110, 128, 2048, 128, False), None),
+        # Also of heads that share no keys, unless three warpgroups compute a work tile.
+        ((8, 16, 16, 128, 2048, 64, False), FEW_WORK_TILES),
+        ((8, 16, 16, 128, 2049, 64, False), None),
+        ((8, 16, 16, 128, 2048, 64, True), None),
+        ((8, 16, 16, 129, 2048, 64, False), None),
+        ((1, 132, 132, 128, 2048, 96, False), FEW_WORK_TILES),
+        ((1, 132, 132, 129, 2048, 96, False), None),
+        ((1, 132, 132, 129, 2048, 104, False), FEW_WORK_TILES),  # two work tiles a head
+        ((1, 66, 66, 192, 2048, 104, False), FEW_WORK_TILES),
+        ((1, 132, 132, 192, 2048, 96, False), None),
+        # Of up to 512 queries.
+        ((1, 32, 32, 512, 1024, 128, False), FEW_WORK_TILES),
+        ((1, 32, 32, 513, 1024, 128, False), None),
+        ((1, 16, 16, 1024, 1024, 128, False), None),
+        # Of rows that v13 would pack those for which even v12 is faster than it.
+        ((4, 32, 8, 32, 2047, 128, False), FEW_WORK_TILES),
+        ((4, 64, 8, 32, 512, 128, False), FEW_WORK_TILES),  # one round, and two
+        ((5, 64, 8, 32, 512, 128, False), FEW_QUERIES),  # three
+        ((8, 32, 8, 65, 2048, 128, False), FEW_WORK_TILES),  # 192 and 256
+        ((8, 32, 8, 64, 2048, 128, False), FEW_QUERIES),  # 128
         # 128 rows at most in full rounds of work tiles that share no keys.
         ((64, 16, 16, 128, 2048, 128, False), FEW_WORK_TILES),
         ((64, 16, 16, 128, 2047, 128, False), None),

@@ -37,7 +37,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 # ---- which tiles are whose, and who merges
 
 RING_SHARE = 32  # tiles: shares for two rings have as many
-LONG_SHARE = 400  # shares of so many are all equal, however many parts this makes
 MOST_TILES = 2**24 - 1  # of 128 keys, of a seq_k of 32 bits; floats count no more, one by one
 
 # What the generated kernel below asks of a step.
@@ -62,17 +61,33 @@ class Kind:
     tile_keys: int
     max_rings: int  # of a block
     asks: str
+    long_share: int  # shares of so many tiles are all equal, however many parts this makes
     rest_share: int | None = None  # tiles; without it, there is no rest that is cut
+    parts_if_all_busy: bool = False  # of each as many, of long shares, too, if none is idle
+    last_cut_first: bool = False  # what is cut comes in reverse within a share
 
     def __str__(self) -> str:
         return f"{self.step}-{self.head_dim}"
 
 
+V20 = Kind(
+    "v20",
+    64,
+    16,
+    128,
+    1,
+    NO_RINGS,
+    240,  # 7.5 MB of K and V
+    rest_share=40,
+    parts_if_all_busy=True,
+    last_cut_first=True,
+)
 KINDS = (
-    Kind("v18", 64, 32, 128, 2, RINGS),
-    Kind("v18", 72, 32, 128, 1, RINGS),
-    Kind("v20", 64, 16, 128, 1, NO_RINGS, rest_share=40),
-    Kind("v20", 72, 16, 64, 1, NO_RINGS, rest_share=40),
+    Kind("v18", 64, 32, 128, 2, RINGS, 400),
+    Kind("v18", 72, 32, 128, 1, RINGS, 400),
+    V20,
+    replace(V20, head_dim=72, tile_keys=64),
+    replace(V20, head_dim=256, tile_keys=64, long_share=120),  # of twice as many bytes
 )
 
 
@@ -178,7 +193,7 @@ SIZES = [
     Sizes(10, 33, 19, 19),
     Sizes(132, 31, 264, 264),  # there is for whole work tiles
     Sizes(132, 31, 263, 263),
-    # All shares are equal where they are long: with one ring,
+    # All shares are equal where they are long, from 400 tiles on: with one ring,
     Sizes(132, 400, 132, 132),
     Sizes(132, 399, 132, 132),
     Sizes(132, 1320, 40, 40),
@@ -194,6 +209,18 @@ SIZES = [
     Sizes(10, 444, 18, 18),
     Sizes(10, 445, 9, 9),  # as many parts
     Sizes(10, 444, 9, 9),
+    # From 240 on,
+    Sizes(132, 792, 40, 40),
+    Sizes(132, 791, 40, 40),
+    Sizes(10, 267, 9, 9),
+    Sizes(10, 266, 9, 9),
+    Sizes(20, 481, 10, 10),  # two parts keep all busy
+    Sizes(20, 479, 10, 10),
+    # and from 120.
+    Sizes(132, 396, 40, 40),
+    Sizes(132, 395, 40, 40),
+    Sizes(10, 134, 9, 9),
+    Sizes(10, 133, 9, 9),
     # Before whole work tiles a rest is cut if its shares are long, or many blocks would be idle.
     Sizes(132, 49, 238, 238),
     Sizes(132, 50, 238, 238),
@@ -283,22 +310,27 @@ def expected_sharing(sizes: Sizes, kind: Kind) -> Sharing:
         if is_even(max_rings * shares) or all_tiles >= RING_SHARE * max_rings * shares:
             rings, shares = max_rings, max_rings * shares
         share_keys = sizes.rows > sizes.tile_rows  # row tiles of a head of keys
-        is_long = all_tiles >= LONG_SHARE * shares
+        is_long = all_tiles >= kind.long_share * shares
         is_whole = is_even(shares) and (share_keys or not is_long)
     else:
         cut = works % shares
-        is_long = cut * sizes.tiles >= (LONG_SHARE if works < shares else kind.rest_share) * shares
+        long_share = kind.long_share if works < shares else kind.rest_share
+        is_long = cut * sizes.tiles >= long_share * shares
         is_whole = cut == 0 or ((is_even(shares) or sizes.tiles == 1) and not is_long)
     if is_whole or cut * sizes.tiles >= 2**32:
         return Sharing(rings, shares, 0)
     parts = shares // works
-    if is_long or 10 * works * parts < 9 * shares:
+    idle = shares - works * parts
+    is_equal = is_long or 10 * idle > shares
+    if is_equal and not (kind.parts_if_all_busy and idle == 0):
         return Sharing(rings, shares, cut)
     return Sharing(rings, works * parts, works, parts)
 
 
-def expected_segments(sizes: Sizes, sharing: Sharing) -> list[tuple[int, int, int, int]]:
-    """(share, work tile, first tile, end) of each, in the order of the shares."""
+def expected_segments(
+    sizes: Sizes, sharing: Sharing, kind: Kind
+) -> list[tuple[int, int, int, int]]:
+    """(share, work tile, first tile, end) of each, in the order of the shares, and of a block."""
     works, tiles, shares = len(sizes.work_tiles), sizes.tiles, sharing.shares
     cut = sharing.cut_works
     if parts := sharing.parts:
@@ -309,10 +341,11 @@ def expected_segments(sizes: Sizes, sharing: Sharing) -> list[tuple[int, int, in
         cuts = [length * share + min(share, longer) for share in range(shares + 1)]
     segments = []
     for share, (begin, end) in enumerate(pairwise(cuts)):
-        for work in range(begin // tiles, -(-end // tiles)):
-            segments.append(
-                (share, work, max(begin - work * tiles, 0), min(end - work * tiles, tiles))
-            )
+        of_cut = [
+            (share, work, max(begin - work * tiles, 0), min(end - work * tiles, tiles))
+            for work in range(begin // tiles, -(-end // tiles))
+        ]
+        segments += reversed(of_cut) if kind.last_cut_first else of_cut
         segments += [(share, work, 0, tiles) for work in range(cut + share, works, shares)]
     return segments
 
@@ -407,7 +440,7 @@ def check_shares(schedule: Step, kind: Kind, sizes: Sizes) -> None:
             if has_parts:
                 merges[share] = first_share
 
-    expected = expected_segments(sizes, sharing)
+    expected = expected_segments(sizes, sharing, kind)
     assert len(found) == len(expected)
     for segment, (share, work, first, end) in zip(found, expected, strict=True):
         assert (segment.share, segment.work, segment.first) == (share, work, first)

@@ -42,6 +42,11 @@ CALLS = {
         Call(Case("two_lanes", Shape(1, 8, 1, 1, 5100, 64), BF16, inputs=rising_logits), 40),
         Call(Case("four_lanes", Shape(1, 5, 1, 1, 5100, 40), BF16, inputs=walks(2, 25)), 40),
         Call(Case("lanes_136", Shape(1, 2, 1, 1, 2500, 136), FP16, inputs=walks(2, 25)), 40),
+        # A thread merges four columns, and some threads then four more, but not whole warps of
+        # them: of 10 parts in two rounds. Or there are more than twice four for each: then it
+        # merges up to four times four together, here two or three times, of four parts at a time.
+        Call(Case("two_columns", Shape(1, 1, 1, 15, 600, 88), BF16, inputs=rising_logits), 10),
+        Call(Case("four_columns", Shape(1, 1, 1, 13, 600, 200), BF16, inputs=walks(2, 25)), 10),
         # As many of two rows.
         Call(Case("most_parts", Shape(1, 1, 1, 2, 9250, 72), BF16), 144),
         # 9 parts each of 4 work tiles, of key heads and batches; one block has none.
@@ -72,8 +77,15 @@ CALLS = {
         # parts.
         Call(Case("early_lanes", Shape(1, 21, 21, 1, 2500, 8), FP16, inputs=walks(2, 25)), 20),
         Call(Case("early_rows", Shape(1, 11, 11, 16, 600, 256), BF16, inputs=rising_logits), 10),
+        # The same of 12 parts, while others are computed; or of 6, with columns that are left over
+        # when each thread has merged four times four.
+        Call(Case("early_rounds", Shape(1, 13, 13, 13, 1500, 40), FP16, inputs=walks(2, 25)), 12),
+        Call(Case("early_columns", Shape(1, 7, 7, 13, 350, 200), BF16, inputs=rising_logits), 6),
         # 3 of 23 are cut: shares that end one and begin the next, before two whole ones.
         Call(Case("early_uneven", Shape(1, 23, 23, 7, 1400, 64), BF16, inputs=walks(2, 25)), 10),
+        # 7 of 17 are: the part that a share merges with its own is often there before this, as both
+        # shares begin with one that goes on.
+        Call(Case("early_both", Shape(1, 17, 17, 16, 300, 128), BF16, inputs=walks(2, 25)), 10),
         # 4 of 14 are, into two tiles each: two of 10 blocks have whole ones alone. The other part
         # is often there before the merging block's own.
         Call(Case("early_few_tiles", Shape(1, 14, 14, 16, 125, 128), FP16), 10),

@@ -40,18 +40,19 @@ MOST_TILES = 2**24 - 1  # of a seq_k of 32 bits
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a query of each head, which has keys of its own."""
+    """Of up to 128 rows that share a head of keys: one work tile."""
 
     blocks: int  # that there is room for: one on each multiprocessor
-    heads: int  # or work tiles
+    kv_heads: int  # or work tiles
     tiles: int  # of keys
     batch: int = 1
+    group: int = 1
     seq_q: int = 1
     causal: bool = False
 
     @property
-    def kv_heads(self) -> int:
-        return self.heads
+    def heads(self) -> int:
+        return self.kv_heads * self.group
 
     @property
     def seq_k(self) -> int:
@@ -60,10 +61,11 @@ class Sizes:
     @property
     def launched(self) -> int:
         """How many blocks can have a share: no more than there are tiles of all work tiles."""
-        return min(self.blocks, self.heads * self.tiles)
+        return min(self.blocks, self.kv_heads * self.tiles)
 
     def __str__(self) -> str:
-        return f"{self.blocks}_blocks_{self.heads}x{self.tiles}_tiles"
+        rows = f"{self.group}x{self.seq_q}_rows"
+        return f"{self.blocks}_blocks_{self.kv_heads}x{self.tiles}_tiles_{rows}"
 
 
 # Sizes, and how many blocks share the tiles out; or None where whole work tiles are dealt out, as
@@ -118,6 +120,29 @@ SHARING = [
     (Sizes(144, 72, 1000), 144),
     (Sizes(144, 144, 9), None),
     (Sizes(144, 150, 9), 144),
+    # All shares are equal where they are long, from 400 tiles on, unless as many parts of each work
+    # tile keep all blocks busy.
+    (Sizes(132, 8, 6599), 128),
+    (Sizes(132, 8, 6600), 132),
+    (Sizes(20, 9, 888), 18),  # these parts are longer, of 444 tiles
+    (Sizes(20, 9, 889), 20),
+    (Sizes(132, 66, 799), 132),
+    (Sizes(132, 66, 801), 132),  # they do
+    (Sizes(132, 1, 52801), 132),
+    (Sizes(144, 16, 4001), 144),
+    # Up to 64 rows, of one head or of several.
+    (Sizes(132, 8, 6600, seq_q=64), 132),
+    (Sizes(132, 8, 6600, seq_q=65), 128),
+    (Sizes(132, 8, 6600, group=64), 132),
+    (Sizes(132, 8, 6600, group=65), 128),
+    (Sizes(132, 8, 6600, group=32, seq_q=2), 132),
+    (Sizes(132, 8, 6600, group=33, seq_q=2), 128),
+    (Sizes(132, 8, 13200, seq_q=128), 128),
+    (Sizes(132, 66, 801, seq_q=65), 132),
+    # Whole work tiles are dealt out, however long.
+    (Sizes(132, 132, 400), None),
+    (Sizes(132, 119, 9000), None),
+    (Sizes(10, 18, 1000), None),
     # As many tiles as 32 bits can count. And more: none are cut, though 31 of 288 blocks are idle.
     (Sizes(144, 256, MOST_TILES), 144),
     (Sizes(144, 257, MOST_TILES), None),
@@ -163,7 +188,7 @@ def check_schedule(step: Step) -> None:
 
 
 def check_shares(schedule: Step, sizes: Sizes, num_blocks: int | None) -> None:
-    works, tiles = sizes.heads, sizes.tiles
+    works, tiles = sizes.kv_heads, sizes.tiles
     found = []
     for block, (count, is_whole, *numbers) in enumerate(
         ask_schedule(schedule, sizes, CALLED.index(sizes), WIDTH)
