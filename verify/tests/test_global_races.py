@@ -59,6 +59,18 @@ NO_RACE = {
         if (block == 1 && t < 32) { take_signal(SIGNAL(0)); post_signal(SIGNAL(1)); }
         if (block == 0 && t < 32) { take_signal(SIGNAL(1)); p.lse[31 - t] = p.lse[t]; }
     """,
+    "a signal after the read": """
+        if (block == 1 && t < 32) { row[t] = last_row[t]; post_signal(SIGNAL(0)); }
+        if (block == 0 && t < 32) { take_signal(SIGNAL(0)); last_row[t] = 1; }
+    """,
+    "a signal of each that has read": """
+        if (block > 0 && t < 32) { row[t] = p.lse[t]; post_signal(SIGNAL(block)); }
+        if (block == 0 && t < 32) {
+            take_signal(SIGNAL(1));
+            take_signal(SIGNAL(2));
+            p.lse[t] = 1;
+        }
+    """,
     "there and back": """
         if (block == 0 && t < 32) {
             p.lse[t] = 1;
@@ -73,6 +85,11 @@ NO_RACE = {
 RACE = r"data race between blocks in kernel test_kernel, block \d, thread \d+ @: "
 WRITES = RACE + r"writes what block \d has written @, at byte \d+ of {}, and no signal orders"
 READS = RACE + r"reads what block \d has written @, at byte \d+ of {}, and no signal orders"
+# Of a read and a write by different blocks, whichever comes first.
+EITHER = RACE + (
+    r"(reads what block \d has written|writes what block \d has read) @, at byte \d+ of {}, "
+    "and no signal orders"
+)
 LSE, OUT, SCORES = r"lse \(2048 bytes\)", r"o \(48 bytes\)", r"workspace\[0\] \(\d+ bytes\)"
 
 # What three blocks of 64 threads execute. Reported whichever block is the first.
@@ -98,7 +115,7 @@ FAULTS = [
         "cp.async of what another block has written",
         "if (t) return; cp_async_cg(smem.box, p.o + 8 * ((block + 1) % 3), true); "
         "cp_async_commit_group(); cp_async_wait_group<0>(); p.o[8 * block] = p.q[0];",
-        READS.format(OUT),
+        EITHER.format(OUT),
     ),
     Fault(
         "a bulk load of what another block has written",
@@ -106,7 +123,23 @@ FAULTS = [
         "mbarrier_arrive_expect_tx(smem.full, 16); "
         "cp_async_bulk_load(smem.box, p.o + 8 * ((block + 1) % 3), 16, smem.full); "
         "while (!mbarrier_try_wait_parity(smem.full, 0)) { } p.o[8 * block] = p.q[0];",
-        READS.format(OUT).replace(r", thread \d+", ""),  # when it lands
+        EITHER.format(OUT).replace(r", thread \d+", r"(, thread \d+)?"),  # none when it lands
+    ),
+    Fault(
+        "one reads what another writes",
+        "if (t == 0) { if (block == 1) p.lse[1] = 1; else p.lse[2 + block] = p.lse[1]; }",
+        EITHER.format(LSE),
+    ),
+    Fault(
+        "one reads what another adds to",
+        "if (t == 0) { if (block == 1) red_add(&p.lse[1], 1); if (block == 0) row[9] = p.lse[1]; }",
+        RACE + r"(reads what block 1 has added to|adds to what block 0 has read) @, ",
+    ),
+    Fault(
+        "a signal after the read that comes too early",
+        "if (t < 32) { if (block == 0) { post_signal(SIGNAL(0)); row[t] = last_row[t]; } "
+        "if (block == 1) { take_signal(SIGNAL(0)); last_row[t] = 2; } }",
+        EITHER.format(LSE),
     ),
     Fault(
         "a signal that comes too early",
@@ -173,12 +206,18 @@ def test_race_is_reported_in_every_order(wrong, fault, seed):
     expect_report(wrong, FAULTS, replace(fault, seed=seed), q=Q, num_lse=NUM_LSE)
 
 
-def test_a_write_after_the_read_is_found_in_another_order(tmp_path):
-    step = write_step(tmp_path, "late", "if (block) p.lse[1] = 1; else p.lse[0] = p.lse[1];")
+def test_a_write_after_the_reads_of_two_blocks_is_found_in_another_order(tmp_path):
+    """Remembered is the last read. Here one of two that read says so to the block that writes."""
+    body = (
+        "if (t >= 32) return; if (block < 2) row[t] = last_row[t]; "
+        "if (block == 1) post_signal(SIGNAL(0)); "
+        "if (block == 2) { take_signal(SIGNAL(0)); last_row[t] = 1; }"
+    )
+    step = write_scenarios(tmp_path, "late", [body], SETUP, **SOURCE)
 
     def found(seed: int) -> bool:
         try:
-            run(step, CpuBackend(seed), num_lse=2)
+            run(step, CpuBackend(seed), Q, num_lse=NUM_LSE, scenario=0)
         except SimtError as error:
             return "data race between blocks" in str(error)
         return False

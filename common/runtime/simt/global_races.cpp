@@ -59,9 +59,9 @@ inline void GlobalRaces::for_each_cell(const void* address, size_t bytes, Functi
     }
 }
 
-bool GlobalRaces::ordered(Write earlier) const {
+bool GlobalRaces::ordered(Event earlier) const {
     if (earlier.stamp <= launch_began) return true;
-    if (earlier.kind != STORE) return false;
+    if (earlier.kind == REDUCTION || earlier.kind == TICKET) return false;
     const BlockClock& clock = Worker::current()->block_clock();
     const auto known = clock.find(earlier.block);
     return known != clock.end() && earlier.stamp <= known->second;
@@ -70,29 +70,33 @@ bool GlobalRaces::ordered(Write earlier) const {
 void GlobalRaces::access(Access access, const void* address, size_t bytes, Place place) {
     require_kernel_wait(access, address, place);
     const uint32_t block = blockIdx.x;
-    const Write self = {block, Worker::current()->block_clock()[block], STORE};
+    const Stamp stamp = Worker::current()->block_clock()[block];
     for_each_cell(address, bytes, [&](Cell& cell, const std::byte* at) {
-        const Write earlier =
-            access == WRITE ? cell.write.exchange(self, RELAXED) : cell.write.load(RELAXED);
-        if (!ordered(earlier))
-            report(access == WRITE ? "writes" : "reads", at, place, earlier,
-                   cell.place.load(RELAXED));
-        if (access == WRITE) cell.place.store(place, RELAXED);
+        if (access == WRITE) {
+            require_order(cell.write.event.exchange({block, stamp, STORE}, RELAXED), cell.write,
+                          "writes", at, place);
+            require_order(cell.read.event.load(RELAXED), cell.read, "writes", at, place);
+            cell.write.place.store(place, RELAXED);
+        } else {
+            require_order(cell.write.event.load(RELAXED), cell.write, "reads", at, place);
+            cell.read.event.store({block, stamp, LOAD}, RELAXED);
+            cell.read.place.store(place, RELAXED);
+        }
     });
 }
 
 void GlobalRaces::add(Kind kind, const void* address, size_t bytes, Place place) {
     require_kernel_wait(WRITE, address, place);
     const uint32_t block = blockIdx.x;
-    const Write self = {block, Worker::current()->block_clock()[block], kind};
+    const Stamp stamp = Worker::current()->block_clock()[block];
+    const char* const does = kind == TICKET ? "takes a ticket from" : "adds to";
     for_each_cell(address, bytes, [&](Cell& cell, const std::byte* at) {
-        const Write own = cell.write.load(RELAXED);
+        require_order(cell.read.event.load(RELAXED), cell.read, does, at, place);
+        const Event own = cell.write.event.load(RELAXED);
         if (own.block == block && own.stamp > launch_began && own.kind == STORE) return;
-        const Write earlier = cell.write.exchange(self, RELAXED);
-        if (earlier.kind != kind && !ordered(earlier))
-            report(kind == TICKET ? "takes a ticket from" : "adds to", at, place, earlier,
-                   cell.place.load(RELAXED));
-        cell.place.store(place, RELAXED);
+        const Event earlier = cell.write.event.exchange({block, stamp, kind}, RELAXED);
+        if (earlier.kind != kind) require_order(earlier, cell.write, does, at, place);
+        cell.write.place.store(place, RELAXED);
     });
 }
 
@@ -113,16 +117,18 @@ void GlobalRaces::require_kernel_wait(Access access, const void* address, Place 
     });
 }
 
-void GlobalRaces::report(const char* does, const std::byte* address, Place place, Write earlier,
-                         Place earlier_place) {
-    constexpr const char* HAS[] = {"written", "added to", "taken a ticket from"};
+void GlobalRaces::require_order(Event earlier, const Last& last, const char* does,
+                                const std::byte* address, Place place) const {
+    constexpr const char* HAS[] = {"written", "read", "added to", "taken a ticket from"};
     constexpr const char* WHY[] = {", and no signal orders the two",
+                                   ", and no signal orders the two",
                                    "; the sum is there when the launch has ended",
                                    "; until the launch has ended the counter is for tickets alone"};
+    if (ordered(earlier)) return;
     Report report = Worker::current()->fault("data race between blocks");
     place.describe(report);
     report.add(": %s what block %u has %s", does, earlier.block, HAS[earlier.kind]);
-    earlier_place.describe(report);
+    last.place.load(RELAXED).describe(report);
     report.add(", ");
     describe_address(report, address);
     report.add("%s", WHY[earlier.kind]).fail();

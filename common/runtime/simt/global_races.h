@@ -7,8 +7,8 @@
 // launch is reported, the block's own too.
 //
 // As races.h has it, each access is compared with what is remembered of earlier ones: here the last
-// write of each two bytes, or the last reduction or ticket, if the same block has not written before.
-// A block has a clock: of every other block, the latest stamp whose accesses come before its own next
+// write of each two bytes, or the last reduction or ticket, if the same block has not written before;
+// and the last read. A block has a clock: of every other block, the latest stamp whose accesses come before its own next
 // one. Signals pass on what a block knows.
 //
 // A kernel that starts early must not access these buffers before griddepcontrol_wait, since the
@@ -16,7 +16,8 @@
 // executed it, and that no barrier orders after one of the block's threads that has.
 //
 // It does not find races
-// - of a read with a later write: the seed draws the order of the blocks, and another one finds it;
+// - of a read with a later write, if a third block has read in between, too: the seed draws the order
+//   of the blocks, and another one finds it;
 // - between threads of a block;
 // - of a warp that reads what only another warp of its block has taken a signal for;
 // - that races.h does not find for the lack of a call: memcpy, memset and builds with
@@ -48,7 +49,7 @@ struct BlockHandover {
     void complete_phase() { completed = arrived; }
 };
 
-// What the blocks of a process have written to its buffers.
+// What the blocks of a process have written to its buffers, and read there.
 class GlobalRaces {
   public:
     // Remembers accesses to the buffer, which stays where it is. Not while kernels run.
@@ -85,18 +86,21 @@ class GlobalRaces {
   private:
     static constexpr size_t GRANULE_BYTES = 2;  // 16-bit elements may belong to different blocks
 
-    enum Kind : Stamp { STORE, REDUCTION, TICKET };
+    enum Kind : Stamp { STORE, LOAD, REDUCTION, TICKET };
 
-    struct Write {
+    struct Event {
         uint32_t block;
         Stamp stamp : 30;  // 0: none
         Kind kind : 2;
     };
 
     // Several OS threads share them. A report of the one may name the other's place.
-    struct Cell {
-        std::atomic<Write> write;
+    struct Last {
+        std::atomic<Event> event;
         std::atomic<Place> place;
+    };
+    struct Cell {
+        Last write, read;
     };
 
     struct Watched {
@@ -111,10 +115,10 @@ class GlobalRaces {
 
     void add(Kind kind, const void* address, size_t bytes, Place place);
 
-    bool ordered(Write earlier) const;
-
-    [[noreturn]] static void report(const char* does, const std::byte* address, Place place,
-                                    Write earlier, Place earlier_place);
+    // Reports what the running block does where nothing orders it after an earlier event.
+    void require_order(Event earlier, const Last& last, const char* does, const std::byte* address,
+                       Place place) const;
+    bool ordered(Event earlier) const;
 
     std::vector<Watched> all;
     uintptr_t begin = 0;  // of the lowest buffer
