@@ -7,17 +7,17 @@
 // launch is reported, the block's own too.
 //
 // As races.h has it, each access is compared with what is remembered of earlier ones: here the last
-// write of each two bytes, or the last reduction or ticket, if the same block has not written before;
-// and the last read. A block has a clock: of every other block, the latest stamp whose accesses come before its own next
-// one. Signals pass on what a block knows.
+// write of each two bytes, or the last reduction or ticket, if the same block has not written before,
+// and the last read. A block has a clock: of every other block, the latest stamp whose accesses come
+// before its own next one. Signals pass on what a block knows.
 //
 // A kernel that starts early must not access these buffers before griddepcontrol_wait, since the
 // kernels in front may still read and write them: reported is an access of a thread that has not
 // executed it, and that no barrier orders after one of the block's threads that has.
 //
 // It does not find races
-// - of a read with a later write, if a third block has read in between, too: the seed draws the order
-//   of the blocks, and another one finds it;
+// - of a read with a later write, where a third block has read in between: the seed draws the order of
+//   the blocks, and another order shows it;
 // - between threads of a block;
 // - of a warp that reads what only another warp of its block has taken a signal for;
 // - that races.h does not find for the lack of a call: memcpy, memset and builds with
