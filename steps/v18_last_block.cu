@@ -1,8 +1,10 @@
 // v18 -- last block merges: the block with the last keys of a work tile merges its parts
 // taken: only for few rows; more, if they are to be merged, take one block longer than v13's kernel
 // change: there is no second kernel. The block that has the last keys of a work tile waits for the
-//     other parts of it, and merges them. A work tile has 32 rows, 8 of each warp, which leaves half of
-//     a product alone. Up to head_dim 64 a block has two rings, where there is work for both
+//     other parts of it, and merges them. A block begins with what goes on in the next one, so that nobody
+//     waits for long; and of several rounds of work tiles only the last one is cut, where it would leave
+//     many blocks idle, or for long. A work tile has 32 rows, 8 of each warp, which leaves half of a
+//     product alone. Up to head_dim 64 a block has two rings, where there is work for both
 // why: of the 12 to 60 us that v13 takes for a query of each head on 1024 keys, its second kernel is
 //     4.5 where keys are split, and was 2.3 where nothing is to be merged, until the host left it out
 //     there. Predicted: half of the one, and none of the other
@@ -45,19 +47,19 @@ struct alignas(128) Part {
     float row_max[TILE_ROWS], row_sum[TILE_ROWS];
     Signal ready;  // for the block that merges it
 };
-// A share leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
-// which goes on in the next share.
+// A share leaves at most one part of a work tile whose last keys it has, and one of a work tile that goes on
+// in the next share.
 enum PartKind { ENDS, GOES_ON };
 struct Parts {
     Part part[2];
 };
-// From so many tiles of keys in a share on, shares that are all equal are worth merging.
-constexpr int LONG_SHARE = 400;
+// From so many tiles of keys in a share on, equal shares are worth merging even where others would keep nine
+// tenths of the rings busy: 3.75 MB of K or, above 128 columns, where parts are larger, twice that.
+constexpr int LONG_SHARE = (HEAD_DIM <= 128 ? 15 << 18 : 15 << 19) / sizeof(Tile<BLOCK_N>);
 // And from so many on two rings have shares, even if work tiles must be cut for that.
 constexpr int RING_SHARE = 32;
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
-constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: a thread merges four columns,
-constexpr int MERGED_AT_ONCE = 8;           // and of so many parts at a time
+constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: four columns
 
 struct alignas(1024) Ring {  // the swizzle's pattern: 8 rows of 128 bytes
     Tile<BLOCK_M> q[Q_STAGES];
@@ -75,10 +77,17 @@ struct Segment {
     bool is_whole;  // all tiles of the work tile
 };
 
-// What is to be merged: the parts of the work tile that a share begins with.
+// What is to be merged: the parts of the work tile whose last keys a share has, but not the first ones.
 struct Merge {
     Segment segment;
-    uint32_t first_share, last_share;  // whose parts these are; one share has nothing to merge
+    uint32_t first_share, last_share;  // whose parts these are; if it is one, there are none
+};
+
+// Where a row of Q and of O begins, and its lse.
+struct RowPlace {
+    const Element* q;
+    Element* o;
+    float* lse;
 };
 
 struct SharedMemory {
@@ -116,9 +125,9 @@ struct Schedule {
     const uint32_t works;    // work tiles
     uint32_t rings;          // of a block that are used
     uint32_t shares;         // of all blocks
-    bool is_whole;           // a share is of whole work tiles
-    uint32_t parts;          // or one of so many equal ones of a work tile, if that is not 0
-    uint32_t share, longer;  // or else of so many tiles of keys; of the first shares one more
+    uint32_t cut_works;      // so many work tiles are cut, the first ones:
+    uint32_t parts;          // into so many equal parts each, if that is not 0
+    uint32_t share, longer;  // or else into shares of so many tiles; of the first ones one more
 
     __device__ explicit Schedule(const DivisorsParams& params)
         : p(params),
@@ -128,30 +137,42 @@ struct Schedule {
           rows(p.group.value * p.seq_q),
           works(p.works.value),
           rings(1),
-          shares(p.blocks.value) {
-        // Parts take time to write and to merge. So whole work tiles are dealt out, or as many parts
-        // of each, where that keeps nine tenths of the rings busy. Long shares are equal instead.
-        const auto is_even = [&](uint32_t rings_each) {
+          cut_works(0),
+          parts(0) {
+        // Parts take time to write and to merge. So whole work tiles are dealt out, but for a rest of which
+        // there are not enough for all rings.
+        const auto are_busy = [&](uint32_t rings_each) {
             const uint32_t n = rings_each * p.blocks.value;
             const uint32_t rounds = (p.blocks.divide(works - 1) >> (rings_each - 1)) + 1;
             return works >= n && works >= 9 * (rounds * n - works);
         };
         const uint64_t all_tiles = uint64_t(works) * tiles.value;
-        if (is_even(MAX_RINGS) || all_tiles >= RING_SHARE * MAX_RINGS * shares)
-            rings = MAX_RINGS, shares *= MAX_RINGS;
-        const bool is_long = all_tiles >= LONG_SHARE * shares;
-        // But row tiles that share keys stay whole: neighbours then read these from L2 together.
-        is_whole = (is_even(rings) && !(is_long && row_tiles.value == 1)) || all_tiles > UINT32_MAX;
-        if (is_whole) return;
-        parts = p.works.divide(shares);
-        if (10 * works * parts < 9 * shares || is_long) parts = 0;
-        if (parts > 0) {
-            is_whole = parts == 1;
-            shares = works * parts;
-            return;
+        if (are_busy(MAX_RINGS) || all_tiles >= RING_SHARE * MAX_RINGS * p.blocks.value)
+            rings = MAX_RINGS;
+        shares = rings * p.blocks.value;
+        const uint32_t rounds = p.blocks.divide(works) >> (rings - 1);
+        const uint32_t rest = works - rounds * shares;
+        const uint64_t rest_tiles = uint64_t(rest) * tiles.value;
+        if (rest == 0 || tiles.value == 1 || rest_tiles > UINT32_MAX) return;
+        const bool is_long = rest_tiles >= LONG_SHARE * shares;
+        if (rounds > 0) {
+            // A rest that keeps nine tenths of all rounds busy is not cut if its shares would be short; nor if
+            // its row tiles share keys: neighbors read these from L2 together.
+            if (are_busy(rings) && !(is_long && row_tiles.value == 1)) return;
+        } else {
+            // As many parts of each, if these keep all rings busy, or nine tenths where shares are short.
+            parts = p.works.divide(shares);
+            const uint32_t busy = rest * parts;
+            if (is_long ? busy < shares : 10 * busy < 9 * shares) parts = 0;
+            if (uint64_t(busy) * tiles.value > UINT32_MAX) parts = 0;  // more than cut() counts
         }
-        share = p.blocks.divide(works * tiles.value) >> (rings - 1);
-        longer = works * tiles.value - share * shares;
+        cut_works = rest;
+        if (parts > 0) {
+            shares = rest * parts;
+        } else {
+            share = p.blocks.divide(rest_tiles) >> (rings - 1);
+            longer = rest_tiles - share * shares;
+        }
     }
 
     // Where a share begins, and the one before it ends.
@@ -168,48 +189,62 @@ struct Schedule {
     // The keys that a row sees. Causal: query i sees j <= i + seq_k - seq_q.
     __device__ int visible_keys(int row) const {
         const int query = p.group.divide(row);
-        return CAUSAL ? max(0, min(p.seq_k, query + p.seq_k - p.seq_q + 1)) : p.seq_k;
+        return CAUSAL ? max(0, query - p.seq_q + p.seq_k + 1) : p.seq_k;
+    }
+
+    __device__ RowPlace place(const Segment& segment, int row) const {
+        const int query = p.group.divide(row);
+        const int head = segment.kv_head * p.group.value + row - query * p.group.value;
+        return {p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
+                    query * p.q_stride.row,
+                p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head +
+                    query * p.o_stride.row,
+                p.lse + (int64_t(segment.batch) * p.heads + head) * p.seq_q + query};
     }
 };
 
-// A ring's share, segment by segment.
+// A ring's share, segment by segment: of work tiles that are cut, and then whole ones. What is cut comes in
+// reverse: the next share waits for the part that goes on.
 struct Share {
     const Schedule& schedule;
     uint32_t index;
-    uint32_t begin = 0, end = 0;          // of the tiles
-    uint32_t first_work = 0, stride = 1;  // of its work tiles
-    uint32_t count = 0;
+    uint32_t begin = 0, end = 0;  // of the tiles of what is cut
+    uint32_t first_work = 0;      // of the work tiles that are cut
+    uint32_t num_cut = 0;         // segments of these
+    uint32_t count = 0;           // all segments
 
     __device__ Share(const Schedule& s, uint32_t ring)
         : schedule(s), index(blockIdx.x * s.rings + ring) {
-        if (ring >= s.rings) return;  // it has none
-        if (s.is_whole) {
-            first_work = index, stride = s.shares;
-            if (index < s.works)
-                count = (s.p.blocks.divide(s.works - 1 - index) >> (s.rings - 1)) + 1;
-        } else if (index < s.shares) {
-            begin = s.cut(index), end = s.cut(index + 1);
+        if (ring >= s.rings || index >= s.shares) return;  // it has none
+        if (s.cut_works > 0) begin = s.cut(index), end = s.cut(index + 1);
+        if (begin < end) {
             first_work = s.tiles.divide(begin);
-            count = s.tiles.divide(end - 1) - first_work + 1;
+            num_cut = s.tiles.divide(end - 1) - first_work + 1;
         }
+        const uint32_t whole = s.works - s.cut_works;
+        count = num_cut;
+        if (index < whole) count += (s.p.blocks.divide(whole - 1 - index) >> (s.rings - 1)) + 1;
     }
 
     // Whether it has the last keys of a work tile whose first ones it has not.
     __device__ bool has_parts_to_merge() const {
         const uint32_t tiles = schedule.tiles.value, left = (first_work + 1) * tiles - begin;
-        return left < tiles && left <= end - begin;
+        return num_cut > 0 && left < tiles && left <= end - begin;
     }
 
     __device__ Segment at(uint32_t i) const {
         const Schedule& s = schedule;
-        const uint32_t work = first_work + i * stride, tiles = s.tiles.value;
+        const uint32_t tiles = s.tiles.value;
+        uint32_t work;
         Segment segment;
-        if (s.is_whole) {
-            segment.first = 0, segment.end = tiles;
-        } else {
+        if (i < num_cut) {
+            work = first_work + num_cut - 1 - i;
             const uint32_t before = work * tiles;
             segment.first = max(begin, before) - before;
             segment.end = min(end - before, tiles);
+        } else {
+            work = s.cut_works + index + (i - num_cut) * s.shares;
+            segment.first = 0, segment.end = tiles;
         }
         segment.kind = segment.end == tiles ? ENDS : GOES_ON;
         segment.is_whole = segment.first == 0 && segment.end == tiles;
@@ -217,9 +252,11 @@ struct Share {
         segment.first_row = (work - head_of_keys * s.row_tiles.value) * TILE_ROWS;
         segment.batch = s.kv_heads.divide(head_of_keys);
         segment.kv_head = head_of_keys - segment.batch * s.kv_heads.value;
-        // Nothing is loaded that no row sees.
-        const int last_row = min(segment.first_row + TILE_ROWS, s.rows) - 1;
-        segment.end = min(segment.end, (s.visible_keys(last_row) + BLOCK_N - 1) / BLOCK_N);
+        if (CAUSAL) {  // nothing is loaded that no row sees
+            const int last_row = min(segment.first_row + TILE_ROWS, s.rows) - 1;
+            const uint32_t keys = s.visible_keys(last_row);
+            segment.end = min(segment.end, (keys + BLOCK_N - 1) / BLOCK_N);
+        }
         return segment;
     }
 };
@@ -263,32 +300,26 @@ __device__ int row_of_product(int row) { return row / WARP_ROWS * 16 + row % WAR
 
 // ---- start to copy Q, whose rows are of several heads: no box of a tensor map. By the warpgroup that
 // computes. What stays in rows that are not used is multiplied, and nobody reads the products
-__device__ void load_q(const AttentionParams& p, const Share& share, uint32_t i, Ring& ring) {
+__device__ void load_q(const AttentionParams& p, const Schedule& schedule, const Segment& segment,
+                       int stage, Ring& ring) {
     constexpr int CHUNKS = DIM / VEC;  // of a row
-    const Schedule& schedule = share.schedule;
-    const Segment segment = share.at(i);
-    const Divisor group = schedule.p.group;
     const int rows = min(TILE_ROWS, schedule.rows - segment.first_row);
+#pragma unroll 1  // code is fetched from DRAM when it is first needed
     for (int n = threadIdx.x % 128; n < rows * CHUNKS; n += 128) {
-        const int local = n / CHUNKS, d = n % CHUNKS * VEC, row = segment.first_row + local;
-        const int query = group.divide(row);
-        const int head = segment.kv_head * group.value + row - query * group.value;
-        const Element* q = p.q + segment.batch * p.q_stride.batch + head * p.q_stride.head +
-                           query * p.q_stride.row + d;
+        const int local = n / CHUNKS, d = n % CHUNKS * VEC;
+        const Element* q = schedule.place(segment, segment.first_row + local).q;
         const bool valid = d < HEAD_DIM;
-        cp_async_cg(swizzled(ring.q[i % Q_STAGES], row_of_product(local), d), valid ? q : p.q,
-                    valid);
+        cp_async_cg(swizzled(ring.q[stage], row_of_product(local), d), valid ? q + d : p.q, valid);
     }
     cp_async_commit_group();
 }
 
 // ---- copy K and V. By a warp, one lane of which starts the copies, but all lanes know what: then ptxas
 // has it in uniform registers, where TMA needs it. Otherwise it would move it there lane by lane
-__device__ void load_kv(const AttentionParams& p, const Share& share, Ring& ring) {
+__device__ void load_kv(const AttentionParams& p, const Share& share, Segment segment, Ring& ring) {
     const bool starts = threadIdx.x % 32 == 0;
     int number = 0;  // of the tile
-    for (uint32_t i = 0; i < share.count; ++i) {
-        const Segment segment = share.at(i);
+    for (uint32_t i = 0; i < share.count;) {
         for (int tile = segment.first; tile < segment.end; ++tile, ++number) {
             const int stage = number % NUM_STAGES, phase = number / NUM_STAGES;
             const int before = number - 1;
@@ -306,11 +337,54 @@ __device__ void load_kv(const AttentionParams& p, const Share& share, Ring& ring
                 load_tile(ring.v[stage], p.v_map, tile * BLOCK_N, segment.kv_head, segment.batch,
                           ring.v_full[stage]);
         }
+        if (++i < share.count) segment = share.at(i);
     }
 }
 
+// Where no key is visible yet all S are -inf, and -inf + inf is NaN.
+__device__ float shift_of(float max) { return max == -INFINITY ? 0.0f : max; }
+
+// Of a row, merged from several parts: m, l and, for each c, the four columns of O from d + 4 c STRIDE on.
+template <int CHUNKS>
+struct Merged {
+    static constexpr int STRIDE = (MERGE_CHUNKS + CHUNKS - 1) / CHUNKS;
+    float row_max = -INFINITY, row_sum = 0.0f, o[CHUNKS][4] = {};
+
+    // Before parts are added: new_max is at least the m of each, and of what has been merged.
+    __device__ void raise(float new_max) {
+        const float rescale = ex2_approx_ftz(row_max - shift_of(new_max));
+        row_max = new_max;
+        row_sum *= rescale;
+#pragma unroll
+        for (auto& chunk : o)
+#pragma unroll
+            for (float& x : chunk) x *= rescale;
+    }
+    __device__ void add(float part_max, float part_sum, const float4 (&part_o)[CHUNKS]) {
+        const float factor = ex2_approx_ftz(part_max - shift_of(row_max));
+        row_sum += factor * part_sum;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            o[c][0] += factor * part_o[c].x, o[c][1] += factor * part_o[c].y;
+            o[c][2] += factor * part_o[c].z, o[c][3] += factor * part_o[c].w;
+        }
+    }
+    // O and lse.
+    __device__ void write(const RowPlace& place, int d) const {
+        const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+            if (d + 4 * c * STRIDE < HEAD_DIM)
+                store_float4(place.o + d + 4 * c * STRIDE,
+                             make_float4(o[c][0] * inverse, o[c][1] * inverse, o[c][2] * inverse,
+                                         o[c][3] * inverse));
+        if (d == 0) *place.lse = (row_max + lg2_approx_ftz(row_sum)) * LN_2;
+    }
+};
+
 // ---- what a consumer computes: its rows of all segments
-__device__ void compute(const AttentionParams& p, const Share& share, Ring& ring, int barrier) {
+__device__ void compute(const AttentionParams& p, const Share& share, Segment segment, Ring& ring,
+                        int barrier) {
     const Schedule& schedule = share.schedule;
     const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
     const int lane = threadIdx.x % 32;
@@ -328,10 +402,9 @@ __device__ void compute(const AttentionParams& p, const Share& share, Ring& ring
     float row_sum;  // this lane's share of l
     float rescale;
 
-    if (share.count > 0) load_q(p, share, 0, ring);
+    if (share.count > 0) load_q(p, schedule, segment, 0, ring);
     int number = 0;  // of the next tile among the ring's
     for (uint32_t i = 0; i < share.count; ++i) {
-        const Segment segment = share.at(i);
         const Tile<BLOCK_M>& q = ring.q[i % Q_STAGES];
         const int local = WARP_ROWS * warp + lane / 4, row = segment.first_row + local;
 
@@ -384,8 +457,7 @@ __device__ void compute(const AttentionParams& p, const Share& share, Ring& ring
 #pragma unroll
                 for (int i = 0; i < 2; ++i) x = fmaxf(x, s_acc[n][i]);
             const float row_max_new = fmaxf(row_max, quad_max(x) * tile_scale);
-            // Where no key is visible yet all S are -inf, and -inf + inf is NaN.
-            const float shift = row_max_new == -INFINITY ? 0.0f : row_max_new;
+            const float shift = shift_of(row_max_new);
             rescale = ex2_approx_ftz(row_max - shift);
             row_max = row_max_new;
             float sum = 0.0f;
@@ -414,7 +486,11 @@ __device__ void compute(const AttentionParams& p, const Share& share, Ring& ring
         cp_async_wait_group<0>();
         fence_proxy_async();     // by each writer
         bar_sync(barrier, 128);  // Q is there, and nobody reads the one before
-        if (i + 1 < share.count) load_q(p, share, i + 1, ring);
+        Segment next = segment;
+        if (i + 1 < share.count) {
+            next = share.at(i + 1);
+            load_q(p, schedule, next, (i + 1) % Q_STAGES, ring);
+        }
         // ---- for each K/V tile
         if (segment.first < segment.end) {
             start_s(number);
@@ -447,19 +523,13 @@ __device__ void compute(const AttentionParams& p, const Share& share, Ring& ring
         row_sum = quad_sum(row_sum);
         const bool is_there = row < schedule.rows;
         if (is_there && segment.is_whole) {
-            const Divisor group = schedule.p.group;
-            const int query = group.divide(row);
-            const int head = segment.kv_head * group.value + row - query * group.value;
+            const RowPlace place = schedule.place(segment, row);
             const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-            Element* o = p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head +
-                         query * p.o_stride.row + 2 * (lane % 4);
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 8; ++n)
-                *reinterpret_cast<uint32_t*>(o + 8 * n) =
+                *reinterpret_cast<uint32_t*>(place.o + 8 * n + 2 * (lane % 4)) =
                     cvt_rn_x2<Element>(o_acc[n][0] * inverse, o_acc[n][1] * inverse);
-            if (lane % 4 == 0)
-                p.lse[(int64_t(segment.batch) * p.heads + head) * p.seq_q + query] =
-                    row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
+            if (lane % 4 == 0) *place.lse = (row_max + lg2_approx_ftz(row_sum)) * LN_2;
         } else if (is_there) {
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 8; ++n)
@@ -471,107 +541,98 @@ __device__ void compute(const AttentionParams& p, const Share& share, Ring& ring
             bar_sync(barrier, 128);  // all warps have written
             if (warp == 0) post_signal(part.ready);
         }
+        segment = next;
     }
 }
 
-// ---- o = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread has four
-// columns of a row, and of its parts every `lanes`-th: so many lanes of a warp have the same columns.
-__device__ void merge_chunk(const AttentionParams& p, const Schedule& schedule, const Merge& merge,
-                            int local, int d, int lanes, bool is_there) {
-    const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
-    const int lane = threadIdx.x % lanes;
-    float row_max = -INFINITY, row_sum = 0.0f, o[4] = {};
-    for (uint32_t share = merge.first_share + lane; is_there && share <= merge.last_share;
-         share += MERGED_AT_ONCE * lanes) {
-        // All loads first: they take as long as one.
-        float part_max[MERGED_AT_ONCE], part_sum[MERGED_AT_ONCE];
-        float4 part_o[MERGED_AT_ONCE];
-#pragma unroll
-        for (int n = 0; n < MERGED_AT_ONCE; ++n) {
-            const uint32_t of = share + n * lanes;
-            part_max[n] = -INFINITY, part_sum[n] = 0.0f, part_o[n] = make_float4(0, 0, 0, 0);
-            if (of > merge.last_share) continue;
-            const Part& part = parts[of].part[of < merge.last_share ? GOES_ON : ENDS];
-            part_max[n] = part.row_max[local], part_sum[n] = part.row_sum[local];
-            part_o[n] = load_float4(&part.o[local][d]);
-        }
-        float new_max = row_max;
-#pragma unroll
-        for (float m : part_max) new_max = fmaxf(new_max, m);
-        const float shift = new_max == -INFINITY ? 0.0f : new_max;  // -inf - -inf is NaN
-        const float rescale = ex2_approx_ftz(row_max - shift);
-        row_sum *= rescale;
-#pragma unroll
-        for (float& x : o) x *= rescale;
-#pragma unroll
-        for (int n = 0; n < MERGED_AT_ONCE; ++n) {
-            const float factor = ex2_approx_ftz(part_max[n] - shift);
-            row_sum += factor * part_sum[n];
-            o[0] += factor * part_o[n].x, o[1] += factor * part_o[n].y;
-            o[2] += factor * part_o[n].z, o[3] += factor * part_o[n].w;
-        }
-        row_max = new_max;
-    }
-    // The same once more, of what the lanes have.
-    const float lane_max = row_max;
-    for (int other = 1; other < lanes; other *= 2)
-        row_max = fmaxf(row_max, __shfl_xor_sync(0xffffffff, row_max, other));
-    const float rescale = ex2_approx_ftz(lane_max - (row_max == -INFINITY ? 0.0f : row_max));
-    row_sum *= rescale;
-#pragma unroll
-    for (float& x : o) x *= rescale;
-    for (int other = 1; other < lanes; other *= 2) {
-        row_sum += __shfl_xor_sync(0xffffffff, row_sum, other);
-#pragma unroll
-        for (float& x : o) x += __shfl_xor_sync(0xffffffff, x, other);
-    }
-    if (!is_there || lane > 0) return;
-    const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-    const Divisor group = schedule.p.group;
-    const int row = merge.segment.first_row + local, query = group.divide(row);
-    const int head = merge.segment.kv_head * group.value + row - query * group.value;
-    Element* out = p.o + merge.segment.batch * p.o_stride.batch + head * p.o_stride.head +
-                   query * p.o_stride.row;
-    store_float4(out + d,
-                 make_float4(o[0] * inverse, o[1] * inverse, o[2] * inverse, o[3] * inverse));
-    if (d == 0)
-        p.lse[(int64_t(merge.segment.batch) * p.heads + head) * p.seq_q + query] =
-            row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
-}
-
-// ---- wait for the parts of the work tile that a share begins with, and leave in shared memory what the
-// merge needs to know. By the warp that copied K and V: those that compute would need registers for it.
+// ---- wait for other shares' parts of the work tile that is to be merged, and leave in shared memory what
+// the merge needs to know. By the warp that copied K and V: those that compute would need registers for it.
 // GPUs start blocks in the order of their numbers, and no warpgroup waits for a part
 __device__ void await_parts(const AttentionParams& p, const Share& share, Merge& merge) {
     Parts* const parts = static_cast<Parts*>(p.workspace[0]);
     const uint32_t lane = threadIdx.x % 32, last = share.index;
-    uint32_t first = last;
-    if (share.has_parts_to_merge()) first = share.schedule.first_share(share.first_work);
-    if (lane == 0) merge = {share.at(0), first, last};
+    if (lane == 0) merge.first_share = merge.last_share = last;
+    if (!share.has_parts_to_merge()) return;
+    const uint32_t first = share.schedule.first_share(share.first_work);
+    if (lane == 0) merge = {share.at(share.num_cut - 1), first, last};
     for (uint32_t other = first; other < last; other += 32)
         take_signals(other + lane < last ? &parts[other + lane].part[GOES_ON].ready : nullptr);
 }
 
-// ---- merge the parts. By all threads
-__device__ void merge(const AttentionParams& p, const Schedule& schedule, SharedMemory& smem) {
-    __syncthreads();  // all parts are there, and this block's, too
-    for (uint32_t ring = 0; ring < schedule.rings; ++ring) {
-        const Merge& of_ring = smem.merges[ring];
-        if (of_ring.first_share == of_ring.last_share) continue;
-        const uint32_t rows = min(TILE_ROWS, schedule.rows - of_ring.segment.first_row);
-        const uint32_t chunks = rows * MERGE_CHUNKS;
-        const uint32_t num_parts = of_ring.last_share - of_ring.first_share + 1;
-        // So many lanes that each loads all of its parts at once, unless there are not so many threads.
-        uint32_t lanes = 1;
-        while (lanes < 32 && MERGED_AT_ONCE * lanes < num_parts &&
-               2 * lanes * chunks <= NUM_THREADS)
-            lanes *= 2;
-        for (uint32_t warp = threadIdx.x / 32; 32 * warp < chunks * lanes;
-             warp += NUM_THREADS / 32) {
-            const uint32_t chunk = (32 * warp + threadIdx.x % 32) / lanes;
-            merge_chunk(p, schedule, of_ring, chunk / MERGE_CHUNKS, chunk % MERGE_CHUNKS * 4, lanes,
-                        chunk < chunks);
+// ---- o = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. By all threads, one of
+// which has CHUNKS times four columns of a row, and AT_ONCE parts of each at a time
+template <int CHUNKS, int AT_ONCE>
+__device__ void merge(const Schedule& schedule, const Merge& of, int rows) {
+    constexpr int STRIDE = Merged<CHUNKS>::STRIDE;
+    const Parts* parts = static_cast<const Parts*>(schedule.p.workspace[0]);
+    const uint32_t num_parts = of.last_share - of.first_share + 1, work = rows * STRIDE;
+    // Where CHUNKS is 1, neighboring lanes may have the same columns, and each every so many-th part: as many
+    // lanes of a warp as load all parts at once, if there are threads for it.
+    uint32_t shift = 0;
+    while (CHUNKS == 1 && shift < 5 && (AT_ONCE << shift) < num_parts &&
+           (work << shift) * 2 <= NUM_THREADS)
+        ++shift;
+    const uint32_t lanes = 1 << shift, lane = threadIdx.x & (lanes - 1);
+    // Warps stay together, as lanes merge what they have found.
+#pragma unroll 1
+    for (uint32_t n = threadIdx.x; n - n % 32 < lanes * work; n += NUM_THREADS) {
+        const int unit = n >> shift, row = min(unit / STRIDE, rows - 1), d = unit % STRIDE * 4;
+        Merged<CHUNKS> merged;
+#pragma unroll 1
+        for (uint32_t share = of.first_share + lane; share <= of.last_share;
+             share += AT_ONCE * lanes) {
+            // All loads first: they take as long as one.
+            float part_max[AT_ONCE], part_sum[AT_ONCE];
+            float4 part_o[AT_ONCE][CHUNKS];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const uint32_t from = share + i * lanes;
+                part_max[i] = -INFINITY, part_sum[i] = 0.0f;
+#pragma unroll
+                for (float4& x : part_o[i]) x = make_float4(0, 0, 0, 0);
+                if (from > of.last_share) continue;
+                const Part& part = parts[from].part[from < of.last_share ? GOES_ON : ENDS];
+                part_max[i] = part.row_max[row], part_sum[i] = part.row_sum[row];
+#pragma unroll
+                for (int c = 0; c < CHUNKS; ++c)
+                    part_o[i][c] = load_float4(&part.o[row][min(d + 4 * c * STRIDE, HEAD_DIM - 4)]);
+            }
+            float new_max = merged.row_max;
+#pragma unroll
+            for (float m : part_max) new_max = fmaxf(new_max, m);
+            merged.raise(new_max);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) merged.add(part_max[i], part_sum[i], part_o[i]);
         }
+        if (CHUNKS == 1) {
+            // The same once more, of what the lanes have.
+            float new_max = merged.row_max;
+            for (uint32_t other = 1; other < lanes; other *= 2)
+                new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, other));
+            merged.raise(new_max);
+            for (uint32_t other = 1; other < lanes; other *= 2) {
+                merged.row_sum += __shfl_xor_sync(0xffffffff, merged.row_sum, other);
+#pragma unroll
+                for (float& x : merged.o[0]) x += __shfl_xor_sync(0xffffffff, x, other);
+            }
+        }
+        if (unit < work && lane == 0)
+            merged.write(schedule.place(of.segment, of.segment.first_row + row), d);
+    }
+}
+
+// ---- merge all rings' parts
+__device__ void merge(const Schedule& schedule, const SharedMemory& smem) {
+    for (uint32_t ring = 0; ring < schedule.rings; ++ring) {
+        const Merge& of = smem.merges[ring];
+        if (of.first_share == of.last_share) continue;
+        const int rows = min(TILE_ROWS, schedule.rows - of.segment.first_row);
+        // A round of loads is a journey to L2, or to DRAM. With more than two chunks for each thread the
+        // second way takes fewer.
+        if (rows * MERGE_CHUNKS <= 2 * NUM_THREADS)
+            merge<1, 8>(schedule, of, rows);
+        else
+            merge<4, 4>(schedule, of, rows);
     }
 }
 
@@ -590,6 +651,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     }
     const Schedule schedule(p);
     const Share share(schedule, ring_index);
+    const Segment first = share.at(0);
 
     if (starts) {
 #pragma unroll
@@ -604,10 +666,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     __syncthreads();  // the mbarriers are initialized
 
     if (computes)
-        compute(p, share, ring, 1 + ring_index);
+        compute(p, share, first, ring, 1 + ring_index);
     else if (copies) {
-        load_kv(p, share, ring);
-        if (!schedule.is_whole) await_parts(p, share, smem.merges[ring_index]);
+        load_kv(p, share, first, ring);
+        if (schedule.cut_works > 0) await_parts(p, share, smem.merges[ring_index]);
     }
-    if (!schedule.is_whole) merge(p, schedule, smem);
+    if (schedule.cut_works == 0) return;
+    __syncthreads();  // all parts are there, and this block's, too
+    merge(schedule, smem);
 }

@@ -4,9 +4,8 @@
 //     one. Each warp has a quarter of a tile's keys to itself, with m, l and O of its own, and waits for
 //     nobody else until the work tile ends. Then all merge what they have found, as blocks merge parts.
 //     So a work tile has 16 rows, and one ring of more stages, 64 KB of which are under way, is enough.
-//     The first copies wait for no other warp. Where the last round of work tiles would leave many blocks
-//     idle, or for long, it is cut into equal shares, which come first: warps that do not compute merge
-//     them meanwhile
+//     The first copies wait for no other warp. What is cut is merged by warps that do not compute, while
+//     whole work tiles follow
 // why: v18 computes with a tile for 1020 of the 1700 cycles that its bytes take to arrive, with up to 32
 //     rows of 64 columns, and its second ring hides that in part. A kernel that only reads is 1.4 % faster
 //     with many keys. Predicted: as much
@@ -68,8 +67,8 @@ struct Parts {
     Part part[2];
 };
 // From so many tiles of keys in a share on, equal shares are worth merging even where others would keep nine
-// tenths of the blocks busy: where whole work tiles follow, and where not, of 3.75 MB of tiles of K.
-constexpr int REST_SHARE = 40;
+// tenths of the blocks busy: where whole work tiles follow; and where not, 3.75 MB of K.
+constexpr int REST_SHARE = HEAD_DIM <= 128 ? 6 : 20;
 constexpr int LONG_SHARE = (15 << 18) / sizeof(Tile<BLOCK_N>);
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
 constexpr int MERGE_CHUNKS = HEAD_DIM / 4;  // of a row of O: four columns
@@ -155,14 +154,15 @@ struct Schedule {
         const uint64_t rest_tiles = uint64_t(rest) * tiles.value;
         if (rest == 0 || rest_tiles > UINT32_MAX) return;
         if (rounds > 0) {
-            // Nor is that which keeps nine tenths of all rounds busy, and of which shares would be short.
+            // A rest that keeps nine tenths of all rounds busy is not cut if its shares would be short.
             if (!p.split_keys && rest_tiles < REST_SHARE * shares) return;
         } else {
             // As many parts of each, if these keep all blocks busy, or nine tenths where shares are short.
             parts = p.works.divide(shares);
             const uint32_t busy = rest * parts;
             const bool is_long = rest_tiles >= LONG_SHARE * shares;
-            if (busy < shares && (is_long || 10 * busy < 9 * shares)) parts = 0;
+            if (is_long ? busy < shares : 10 * busy < 9 * shares) parts = 0;
+            if (uint64_t(busy) * tiles.value > UINT32_MAX) parts = 0;  // more than cut() counts
         }
         cut_works = rest;
         if (parts > 0) {
@@ -241,7 +241,7 @@ struct Share {
             segment.first = max(begin, before) - before;
             segment.end = min(end - before, tiles);
         } else {
-            work = s.cut_works + index + (i - num_cut) * s.p.blocks.value;
+            work = s.cut_works + index + (i - num_cut) * s.shares;
             segment.first = 0, segment.end = tiles;
         }
         segment.kind = segment.end == tiles ? ENDS : GOES_ON;
@@ -283,12 +283,10 @@ __device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
 
 // ---- start to copy Q, whose rows are of several heads: no box of a tensor map. By the warps that
 // compute. What stays in rows that are not used is multiplied, and nobody reads the products
-__device__ void load_q(const AttentionParams& p, const Share& share, uint32_t i,
-                       SharedMemory& smem) {
+__device__ void load_q(const AttentionParams& p, const Schedule& schedule, const Segment& segment,
+                       int stage, SharedMemory& smem) {
     constexpr int CHUNKS = DIM / VEC;  // of a row
-    const Schedule& schedule = share.schedule;
-    const Segment segment = share.at(i);
-    const int stage = i % Q_STAGES, rows = min(TILE_ROWS, schedule.rows - segment.first_row);
+    const int rows = min(TILE_ROWS, schedule.rows - segment.first_row);
 #pragma unroll 1  // code is fetched from DRAM when it is first needed
     for (int n = threadIdx.x; n < rows * CHUNKS; n += 32 * COMPUTING) {
         const int local = n / CHUNKS, d = n % CHUNKS * VEC;
@@ -302,7 +300,8 @@ __device__ void load_q(const AttentionParams& p, const Share& share, uint32_t i,
 
 // ---- copy K and V. By a warp, one lane of which starts the copies, but all lanes know what: then ptxas
 // has it in uniform registers, where TMA needs it. Otherwise it would move it there lane by lane
-__device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+__device__ void load_kv(const AttentionParams& p, const Share& share, Segment segment,
+                        SharedMemory& smem) {
     const bool starts = threadIdx.x % 32 == 0;
     // Copies are counted, too: K of a tile is copy 2 number, V the next one.
     const auto pace = [&](int copy) {
@@ -312,8 +311,7 @@ __device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemo
         wait_for(full[number % NUM_STAGES], number / NUM_STAGES);
     };
     int number = 0;  // of the tile
-    for (uint32_t i = 0; i < share.count; ++i) {
-        const Segment segment = share.at(i);
+    for (uint32_t i = 0; i < share.count;) {
         for (int tile = segment.first; tile < segment.end; ++tile, ++number) {
             const int stage = number % NUM_STAGES, phase = number / NUM_STAGES;
             pace(2 * number);
@@ -329,12 +327,18 @@ __device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemo
                 load_tile(smem.v[stage], p.v_map, tile * BLOCK_N, segment.kv_head, segment.batch,
                           smem.v_full[stage]);
         }
+        if (++i < share.count) segment = share.at(i);
     }
 }
 
-// Four columns of a row's O, its m and l, merged from several parts.
+// Where no key is visible yet all S are -inf, and -inf + inf is NaN.
+__device__ float shift_of(float max) { return max == -INFINITY ? 0.0f : max; }
+
+// Of a row, merged from several parts: m, l and, for each c, the four columns of O from d + 4 c STRIDE on.
+template <int CHUNKS>
 struct Merged {
-    float row_max = -INFINITY, row_sum = 0.0f, o[4] = {};
+    static constexpr int STRIDE = (MERGE_CHUNKS + CHUNKS - 1) / CHUNKS;
+    float row_max = -INFINITY, row_sum = 0.0f, o[CHUNKS][4] = {};
 
     // Before parts are added: new_max is at least the m of each, and of what has been merged.
     __device__ void raise(float new_max) {
@@ -342,32 +346,41 @@ struct Merged {
         row_max = new_max;
         row_sum *= rescale;
 #pragma unroll
-        for (float& x : o) x *= rescale;
+        for (auto& chunk : o)
+#pragma unroll
+            for (float& x : chunk) x *= rescale;
     }
-    __device__ void add(float part_max, float part_sum, float4 part_o) {
+    __device__ void add(float part_max, float part_sum, const float4 (&part_o)[CHUNKS]) {
         const float factor = ex2_approx_ftz(part_max - shift_of(row_max));
         row_sum += factor * part_sum;
-        o[0] += factor * part_o.x, o[1] += factor * part_o.y;
-        o[2] += factor * part_o.z, o[3] += factor * part_o.w;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            o[c][0] += factor * part_o[c].x, o[c][1] += factor * part_o[c].y;
+            o[c][2] += factor * part_o[c].z, o[c][3] += factor * part_o[c].w;
+        }
     }
-    // O and lse, of the columns d ... d + 3.
+    // O and lse.
     __device__ void write(const RowPlace& place, int d) const {
         const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
-        store_float4(place.o + d,
-                     make_float4(o[0] * inverse, o[1] * inverse, o[2] * inverse, o[3] * inverse));
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+            if (d + 4 * c * STRIDE < HEAD_DIM)
+                store_float4(place.o + d + 4 * c * STRIDE,
+                             make_float4(o[c][0] * inverse, o[c][1] * inverse, o[c][2] * inverse,
+                                         o[c][3] * inverse));
         if (d == 0) *place.lse = (row_max + lg2_approx_ftz(row_sum)) * LN_2;
     }
     // Or a part of them.
     __device__ void leave(Part& part, int row, int d) const {
-        store_float4(&part.o[row][d], make_float4(o[0], o[1], o[2], o[3]));
+        static_assert(CHUNKS == 1);
+        store_float4(&part.o[row][d], make_float4(o[0][0], o[0][1], o[0][2], o[0][3]));
         if (d == 0) part.row_max[row] = row_max, part.row_sum[row] = row_sum;
     }
-    // Where no key is visible yet all S are -inf, and -inf + inf is NaN.
-    static __device__ float shift_of(float max) { return max == -INFINITY ? 0.0f : max; }
 };
 
 // ---- what a warp computes: all rows of its keys, of all segments
-__device__ void compute(const AttentionParams& p, const Share& share, SharedMemory& smem) {
+__device__ void compute(const AttentionParams& p, const Share& share, Segment segment,
+                        SharedMemory& smem) {
     const Schedule& schedule = share.schedule;
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0);
     Parts* const parts = static_cast<Parts*>(p.workspace[0]);
@@ -377,14 +390,17 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
     };
     const float scale_log2 = p.softmax_scale * LOG2_E;  // exp(scale s) = 2^(scale_log2 s)
 
-    if (share.count > 0) load_q(p, share, 0, smem);
+    if (share.count > 0) load_q(p, schedule, segment, 0, smem);
     bar_sync(MBARRIERS_BARRIER, 32 * (COMPUTING + 1));  // the mbarriers are initialized
     int number = 0;                                     // of the next tile
     for (uint32_t i = 0; i < share.count; ++i) {
-        const Segment segment = share.at(i);
         cp_async_wait_group<0>();
         bar_sync(PART_BARRIER, 32 * COMPUTING);  // Q is there, and nobody reads the one before
-        if (i + 1 < share.count) load_q(p, share, i + 1, smem);
+        Segment next = segment;
+        if (i + 1 < share.count) {
+            next = share.at(i + 1);
+            load_q(p, schedule, next, (i + 1) % Q_STAGES, smem);
+        }
         uint32_t q_frag[DIM / 16][4];
         const auto load_q_frag = [&](int d) {
             ldmatrix_x4(q_frag[d / 16],
@@ -446,7 +462,7 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
 #pragma unroll
                     for (int i = 0; i < 2; ++i) x = fmaxf(x, s_acc[n][2 * r + i]);
                 const float row_max_new = fmaxf(row_max[r], quad_max(x) * tile_scale);
-                const float shift = Merged::shift_of(row_max_new);
+                const float shift = shift_of(row_max_new);
                 const float rescale = ex2_approx_ftz(row_max[r] - shift);
                 row_max[r] = row_max_new;
                 row_sum[r] *= rescale;
@@ -501,13 +517,13 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
         const int rows = min(TILE_ROWS, schedule.rows - segment.first_row);
         for (int n = threadIdx.x; n < rows * MERGE_CHUNKS; n += 32 * COMPUTING) {
             const int local = n / MERGE_CHUNKS, d = n % MERGE_CHUNKS * 4;
-            Merged merged;
+            Merged<1> merged;
 #pragma unroll
             for (const WarpPart& of : smem.parts)
                 merged.row_max = fmaxf(merged.row_max, of.row_max[local]);
 #pragma unroll
             for (const WarpPart& of : smem.parts)
-                merged.add(of.row_max[local], of.row_sum[local], load_float4(&of.o[local][d]));
+                merged.add(of.row_max[local], of.row_sum[local], {load_float4(&of.o[local][d])});
             if (segment.is_whole)
                 merged.write(smem.places[i % Q_STAGES][local], d);
             else
@@ -519,6 +535,7 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             bar_sync(PART_BARRIER, 32 * COMPUTING);  // all warps have written
             if (warp == 0) post_signal(part.ready);
         }
+        segment = next;
     }
 }
 
@@ -537,73 +554,63 @@ __device__ void await_parts(const AttentionParams& p, const Share& share, Merge&
 // ---- o = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. By all warps from
 // first_warp on. A thread has CHUNKS times four columns of a row, and AT_ONCE parts of each at a time
 template <int CHUNKS, int AT_ONCE>
-__device__ void merge(const AttentionParams& p, const Schedule& schedule, const Merge& of,
-                      uint32_t num_chunks, uint32_t first_warp) {
-    const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
+__device__ void merge(const Schedule& schedule, const Merge& of, int rows, uint32_t first_warp) {
+    constexpr int STRIDE = Merged<CHUNKS>::STRIDE;
+    const Parts* parts = static_cast<const Parts*>(schedule.p.workspace[0]);
     const uint32_t threads = NUM_THREADS - 32 * first_warp, thread = threadIdx.x - 32 * first_warp;
-    const uint32_t num_parts = of.last_share - of.first_share + 1;
+    const uint32_t num_parts = of.last_share - of.first_share + 1, work = rows * STRIDE;
     // Where CHUNKS is 1, neighboring lanes may have the same columns, and each every so many-th part: as many
-    // lanes as load all parts at once, if there are threads for it.
-    static_assert(CHUNKS > 1 || AT_ONCE * 32 >= MAX_BLOCKS);
+    // lanes of a warp as load all parts at once, if there are threads for it.
     uint32_t shift = 0;
-    while (CHUNKS == 1 && (AT_ONCE << shift) < num_parts && (num_chunks << shift) * 2 <= threads)
+    while (CHUNKS == 1 && shift < 5 && (AT_ONCE << shift) < num_parts &&
+           (work << shift) * 2 <= threads)
         ++shift;
     const uint32_t lanes = 1 << shift, lane = thread & (lanes - 1);
     // Warps stay together, as lanes merge what they have found.
-    for (uint32_t n = thread; n - thread % 32 < lanes * num_chunks; n += CHUNKS * threads) {
-        Merged merged[CHUNKS];
-        int row[CHUNKS], d[CHUNKS];
-        bool is_there[CHUNKS];
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const uint32_t chunk = (n + c * threads) >> shift;
-            row[c] = chunk / MERGE_CHUNKS, d[c] = chunk % MERGE_CHUNKS * 4;
-            is_there[c] = chunk < num_chunks;
-        }
+#pragma unroll 1
+    for (uint32_t n = thread; n - n % 32 < lanes * work; n += threads) {
+        const int unit = n >> shift, row = min(unit / STRIDE, rows - 1), d = unit % STRIDE * 4;
+        Merged<CHUNKS> merged;
+#pragma unroll 1
         for (uint32_t share = of.first_share + lane; share <= of.last_share;
              share += AT_ONCE * lanes) {
             // All loads first: they take as long as one.
-            float part_max[CHUNKS][AT_ONCE], part_sum[CHUNKS][AT_ONCE];
-            float4 part_o[CHUNKS][AT_ONCE];
+            float part_max[AT_ONCE], part_sum[AT_ONCE];
+            float4 part_o[AT_ONCE][CHUNKS];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
                 const uint32_t from = share + i * lanes;
+                part_max[i] = -INFINITY, part_sum[i] = 0.0f;
 #pragma unroll
-                for (int c = 0; c < CHUNKS; ++c) {
-                    part_max[c][i] = -INFINITY, part_sum[c][i] = 0.0f;
-                    part_o[c][i] = make_float4(0, 0, 0, 0);
-                    if (from > of.last_share || !is_there[c]) continue;
-                    const Part& part = parts[from].part[from < of.last_share ? GOES_ON : ENDS];
-                    part_max[c][i] = part.row_max[row[c]], part_sum[c][i] = part.row_sum[row[c]];
-                    part_o[c][i] = load_float4(&part.o[row[c]][d[c]]);
-                }
+                for (float4& x : part_o[i]) x = make_float4(0, 0, 0, 0);
+                if (from > of.last_share) continue;
+                const Part& part = parts[from].part[from < of.last_share ? GOES_ON : ENDS];
+                part_max[i] = part.row_max[row], part_sum[i] = part.row_sum[row];
+#pragma unroll
+                for (int c = 0; c < CHUNKS; ++c)
+                    part_o[i][c] = load_float4(&part.o[row][min(d + 4 * c * STRIDE, HEAD_DIM - 4)]);
             }
+            float new_max = merged.row_max;
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                float new_max = merged[c].row_max;
+            for (float m : part_max) new_max = fmaxf(new_max, m);
+            merged.raise(new_max);
 #pragma unroll
-                for (float m : part_max[c]) new_max = fmaxf(new_max, m);
-                merged[c].raise(new_max);
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; ++i)
-                    merged[c].add(part_max[c][i], part_sum[c][i], part_o[c][i]);
-            }
+            for (int i = 0; i < AT_ONCE; ++i) merged.add(part_max[i], part_sum[i], part_o[i]);
         }
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
+        if (CHUNKS == 1) {
             // The same once more, of what the lanes have.
-            float new_max = merged[c].row_max;
+            float new_max = merged.row_max;
             for (uint32_t other = 1; other < lanes; other *= 2)
                 new_max = fmaxf(new_max, __shfl_xor_sync(0xffffffff, new_max, other));
-            merged[c].raise(new_max);
+            merged.raise(new_max);
             for (uint32_t other = 1; other < lanes; other *= 2) {
-                merged[c].row_sum += __shfl_xor_sync(0xffffffff, merged[c].row_sum, other);
+                merged.row_sum += __shfl_xor_sync(0xffffffff, merged.row_sum, other);
 #pragma unroll
-                for (float& x : merged[c].o) x += __shfl_xor_sync(0xffffffff, x, other);
+                for (float& x : merged.o[0]) x += __shfl_xor_sync(0xffffffff, x, other);
             }
-            if (is_there[c] && lane == 0)
-                merged[c].write(schedule.place(of.segment, of.segment.first_row + row[c]), d[c]);
         }
+        if (unit < work && lane == 0)
+            merged.write(schedule.place(of.segment, of.segment.first_row + row), d);
     }
 }
 
@@ -630,11 +637,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     }
     const Schedule schedule(p);
     const Share share(schedule);
+    const Segment first = share.at(0);
 
     if (computes)
-        compute(p, share, smem);
+        compute(p, share, first, smem);
     else if (copies)
-        load_kv(p, share, smem);
+        load_kv(p, share, first, smem);
     // What only merges is last in the code as well: all of that is fetched as it is first needed.
     if (!share.has_parts_to_merge()) return;
     const int first_warp = share.merges_early() ? MERGING_WARP : 0;
@@ -645,12 +653,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         bar_sync(OWN_PART_BARRIER, NUM_THREADS - 32);
     else
         __syncthreads();
-    const uint32_t rows = min(TILE_ROWS, schedule.rows - smem.merge.segment.first_row);
-    const uint32_t num_chunks = rows * MERGE_CHUNKS;
+    const int rows = min(TILE_ROWS, schedule.rows - smem.merge.segment.first_row);
     // A round of loads is a journey to L2, or to DRAM. With more than two chunks for each thread the second
     // way takes fewer.
-    if (num_chunks <= 2 * (NUM_THREADS - 32 * first_warp))
-        merge<1, 8>(p, schedule, smem.merge, num_chunks, first_warp);
+    if (rows * MERGE_CHUNKS <= 2 * (NUM_THREADS - 32 * first_warp))
+        merge<1, 8>(schedule, smem.merge, rows, first_warp);
     else
-        merge<4, 4>(p, schedule, smem.merge, num_chunks, first_warp);
+        merge<4, 4>(schedule, smem.merge, rows, first_warp);
 }

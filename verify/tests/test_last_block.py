@@ -2,7 +2,8 @@
 does among the blocks: whose are which, and what comes of it.
 
 On the checker's few multiprocessors a work tile has few parts. Calls of v18 with many are here,
-with the mutants that only these reject: verify/mutants/last_block. v20's are in test_own_keys.py.
+with the mutants that only these, the tests of shares and a sanitizer reject:
+verify/mutants/last_block. v20's are in test_own_keys.py.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import torch
 
 from common.catalog import find_step
 from common.problem import Shape
+from common.runtime.cpu import CpuBackend
 from common.step import Step
 from verify.case import Case
+from verify.check import check_case
 from verify.inputs import graded, rising_logits, walks
 from verify.layouts import packed, padded, transposed
 from verify.tests.more_multiprocessors import (
@@ -61,33 +64,24 @@ class Kind:
     tile_keys: int
     max_rings: int  # of a block
     asks: str
-    long_share: int  # shares of so many tiles are all equal, however many parts this makes
-    rest_share: int | None = None  # tiles; without it, there is no rest that is cut
-    parts_if_all_busy: bool = False  # of each as many, of long shares, too, if none is idle
-    last_cut_first: bool = False  # what is cut comes in reverse within a share
+    long_share: int  # shares of so many tiles are all equal, unless as many parts keep all busy
+    rest_share: int  # and where whole work tiles follow, shares of so many
+    keeps_neighbors: bool  # but there row tiles that share keys stay whole, if most are busy
 
     def __str__(self) -> str:
         return f"{self.step}-{self.head_dim}"
 
 
-V20 = Kind(
-    "v20",
-    64,
-    16,
-    128,
-    1,
-    NO_RINGS,
-    240,  # 7.5 MB of K and V
-    rest_share=40,
-    parts_if_all_busy=True,
-    last_cut_first=True,
-)
+# A tile of K has 16 KB, or 32 where long_share is not the same.
+V18 = Kind("v18", 64, 32, 128, 2, RINGS, 240, 240, True)
+V20 = Kind("v20", 64, 16, 128, 1, NO_RINGS, 240, 6, False)
 KINDS = (
-    Kind("v18", 64, 32, 128, 2, RINGS, 400),
-    Kind("v18", 72, 32, 128, 1, RINGS, 400),
+    V18,
+    replace(V18, head_dim=72, max_rings=1, long_share=120, rest_share=120),
+    replace(V18, head_dim=256, max_rings=1, tile_keys=64),
     V20,
     replace(V20, head_dim=72, tile_keys=64),
-    replace(V20, head_dim=256, tile_keys=64, long_share=120),  # of twice as many bytes
+    replace(V20, head_dim=256, tile_keys=64, long_share=120, rest_share=20),
 )
 
 
@@ -175,11 +169,14 @@ SIZES = [
     Sizes(132, 5, 64, 64),
     Sizes(10, 10, 3, 3),
     Sizes(132, 500, 41, 41),
-    # Row tiles that share keys are dealt out whole, however long shares are.
-    Sizes(10, 801, 20, 10, seq_q=17),
-    Sizes(10, 801, 10, 5, seq_q=17),
-    Sizes(10, 801, 20, 10, seq_q=9),
-    Sizes(10, 801, 20, 10, seq_q=8),
+    # Row tiles that share keys are dealt out whole, however long shares are,
+    Sizes(10, 801, 36, 18, seq_q=17),
+    Sizes(10, 801, 36, 18, seq_q=16),
+    Sizes(10, 801, 36, 18, seq_q=9),
+    Sizes(10, 801, 36, 18, seq_q=8),
+    # but not if there are too few, or too many blocks would be idle.
+    Sizes(10, 801, 18, 9, seq_q=17),
+    Sizes(10, 801, 26, 13, seq_q=17),
     # There is enough for two rings, or just not.
     Sizes(132, 64, 132, 132),
     Sizes(132, 63, 132, 132),
@@ -193,46 +190,59 @@ SIZES = [
     Sizes(10, 33, 19, 19),
     Sizes(132, 31, 264, 264),  # there is for whole work tiles
     Sizes(132, 31, 263, 263),
-    # All shares are equal where they are long, from 400 tiles on: with one ring,
-    Sizes(132, 400, 132, 132),
-    Sizes(132, 399, 132, 132),
-    Sizes(132, 1320, 40, 40),
-    Sizes(132, 1319, 40, 40),
-    Sizes(132, 5001, 33, 33),  # as many parts would keep all busy
+    # All shares are equal where they are long, from 240 tiles on: with two rings,
+    Sizes(132, 792, 80, 80),
+    Sizes(132, 791, 80, 80),
+    Sizes(10, 267, 18, 18),
+    Sizes(10, 266, 18, 18),
+    Sizes(10, 534, 9, 9),  # as many parts
+    Sizes(10, 533, 9, 9),
     Sizes(132, 600, 8, 8),  # a work tile is long, but no share
-    # and with two.
-    Sizes(132, 400, 264, 264),
-    Sizes(132, 399, 264, 264),
-    Sizes(132, 1320, 80, 80),
-    Sizes(132, 1319, 80, 80),
-    Sizes(10, 445, 18, 18),
-    Sizes(10, 444, 18, 18),
-    Sizes(10, 445, 9, 9),  # as many parts
-    Sizes(10, 444, 9, 9),
-    # From 240 on,
+    # and with one,
     Sizes(132, 792, 40, 40),
     Sizes(132, 791, 40, 40),
     Sizes(10, 267, 9, 9),
     Sizes(10, 266, 9, 9),
-    Sizes(20, 481, 10, 10),  # two parts keep all busy
-    Sizes(20, 479, 10, 10),
-    # and from 120.
+    # or from 120.
     Sizes(132, 396, 40, 40),
     Sizes(132, 395, 40, 40),
     Sizes(10, 134, 9, 9),
     Sizes(10, 133, 9, 9),
-    # Before whole work tiles a rest is cut if its shares are long, or many blocks would be idle.
-    Sizes(132, 49, 238, 238),
-    Sizes(132, 50, 238, 238),
-    Sizes(10, 49, 18, 18),
-    Sizes(10, 50, 18, 18),  # just 40 tiles each
-    Sizes(10, 44, 19, 19),
-    Sizes(10, 45, 19, 19),
-    Sizes(10, 44, 39, 39),
-    Sizes(10, 45, 39, 39),
+    # But as many parts keep all busy.
+    Sizes(20, 481, 10, 10),
+    Sizes(132, 5001, 33, 33),
+    # Before whole work tiles a rest is cut if its shares are long, from 240 tiles on with two rings
+    Sizes(10, 299, 36, 36),
+    Sizes(10, 300, 36, 36),  # just as many each
+    Sizes(132, 266, 502, 502),
+    Sizes(132, 267, 502, 502),
+    # and with one,
+    Sizes(10, 299, 18, 18),
+    Sizes(10, 300, 18, 18),
+    Sizes(132, 298, 238, 238),
+    Sizes(132, 299, 238, 238),
+    # from 120,
+    Sizes(10, 149, 18, 18),
+    Sizes(10, 150, 18, 18),
+    Sizes(132, 149, 238, 238),
+    Sizes(132, 150, 238, 238),
+    # from 20,
+    Sizes(10, 24, 18, 18),
+    Sizes(10, 25, 18, 18),
+    Sizes(132, 24, 238, 238),
+    Sizes(132, 25, 238, 238),
+    # and from 6,
+    Sizes(10, 9, 36, 36),
+    Sizes(10, 10, 36, 36),
+    Sizes(10, 6, 19, 19),
+    Sizes(10, 7, 19, 19),
+    Sizes(132, 7, 238, 238),
+    Sizes(132, 8, 238, 238),
     Sizes(10, 45, 40, 40),  # there is none
+    # or if many blocks would be idle.
     Sizes(10, 3, 31, 31),  # of 3 tiles for 10 blocks
     Sizes(10, 9, 31, 31),
+    Sizes(10, 64, 23, 23),
     Sizes(132, 900, 265, 265),
     Sizes(132, 2, 400, 400),
     Sizes(132, 60, 140, 20, seq_q=19),  # row tiles share keys
@@ -254,8 +264,8 @@ SIZES = [
     Sizes(144, 9, 144, 144),
     Sizes(144, 9, 150, 150),
     Sizes(144, 9, 288, 288),
-    # More tiles than 32 bits can count, and all that they can.
-    Sizes(144, MOST_TILES),
+    # More tiles than 32 bits can count, the first ones of these, and all that they can.
+    Sizes(144, 2**23, 512, 512),
     Sizes(144, MOST_TILES, 256, 256),
     Sizes(144, MOST_TILES, 257, 257),
     Sizes(144, 2**25 - 2, 129, 129),  # whole work tiles, although there is none for some blocks
@@ -263,6 +273,11 @@ SIZES = [
     Sizes(144, 2**25 - 2, 273, 273),
     Sizes(144, MOST_TILES, 289, 289),
     Sizes(144, MOST_TILES, 17, 17, 17),
+    # As many parts, if 32 bits can count all tiles as often as there are parts of each.
+    Sizes(144, MOST_TILES),
+    Sizes(144, 14913080),
+    Sizes(144, 14913081),  # with two rings these are too many
+    Sizes(144, 29826432),
     # Work tiles of several batches, key heads and tiles of rows.
     Sizes(44, 9, 6, 2, 2, 21),
     Sizes(44, 9, 6, 2, 2, 11),
@@ -305,31 +320,26 @@ def expected_sharing(sizes: Sizes, kind: Kind) -> Sharing:
         idle = -works % shares  # in the last round
         return works >= shares and works >= 9 * idle
 
-    cut = works
-    if kind.rest_share is None:
-        if is_even(max_rings * shares) or all_tiles >= RING_SHARE * max_rings * shares:
-            rings, shares = max_rings, max_rings * shares
-        share_keys = sizes.rows > sizes.tile_rows  # row tiles of a head of keys
-        is_long = all_tiles >= kind.long_share * shares
-        is_whole = is_even(shares) and (share_keys or not is_long)
-    else:
-        cut = works % shares
-        long_share = kind.long_share if works < shares else kind.rest_share
-        is_long = cut * sizes.tiles >= long_share * shares
-        is_whole = cut == 0 or ((is_even(shares) or sizes.tiles == 1) and not is_long)
-    if is_whole or cut * sizes.tiles >= 2**32:
+    if is_even(max_rings * shares) or all_tiles >= RING_SHARE * max_rings * shares:
+        rings, shares = max_rings, max_rings * shares
+    cut = works % shares
+    if cut == 0 or sizes.tiles == 1 or cut * sizes.tiles >= 2**32:
         return Sharing(rings, shares, 0)
+    if works > shares:
+        is_long = cut * sizes.tiles >= kind.rest_share * shares
+        share_keys = sizes.rows > sizes.tile_rows  # row tiles of a head of keys
+        keeps = not is_long or (kind.keeps_neighbors and share_keys)
+        return Sharing(rings, shares, 0 if is_even(shares) and keeps else cut)
+    is_long = works * sizes.tiles >= kind.long_share * shares
     parts = shares // works
     idle = shares - works * parts
-    is_equal = is_long or 10 * idle > shares
-    if is_equal and not (kind.parts_if_all_busy and idle == 0):
-        return Sharing(rings, shares, cut)
-    return Sharing(rings, works * parts, works, parts)
+    are_equal = idle == 0 or (not is_long and 10 * idle <= shares)
+    if are_equal and works * parts * sizes.tiles < 2**32:
+        return Sharing(rings, works * parts, works, parts)
+    return Sharing(rings, shares, works)
 
 
-def expected_segments(
-    sizes: Sizes, sharing: Sharing, kind: Kind
-) -> list[tuple[int, int, int, int]]:
+def expected_segments(sizes: Sizes, sharing: Sharing) -> list[tuple[int, int, int, int]]:
     """(share, work tile, first tile, end) of each, in the order of the shares, and of a block."""
     works, tiles, shares = len(sizes.work_tiles), sizes.tiles, sharing.shares
     cut = sharing.cut_works
@@ -345,7 +355,7 @@ def expected_segments(
             (share, work, max(begin - work * tiles, 0), min(end - work * tiles, tiles))
             for work in range(begin // tiles, -(-end // tiles))
         ]
-        segments += reversed(of_cut) if kind.last_cut_first else of_cut
+        segments += reversed(of_cut)  # what goes on comes first
         segments += [(share, work, 0, tiles) for work in range(cut + share, works, shares)]
     return segments
 
@@ -413,6 +423,22 @@ def check_schedule(step: Step) -> None:
                     check_shares(schedule, kind, sizes)
 
 
+# How long shares must be changes between these.
+MOST_OF_FEW_COLUMNS = replace(V18, head_dim=128, max_rings=1, long_share=120, rest_share=120)
+FEWEST_OF_MANY = replace(
+    V18, head_dim=136, max_rings=1, tile_keys=64, long_share=320, rest_share=320
+)
+
+
+def check_columns(step: Step) -> None:
+    """Shares, with as many columns as have small ones, and with the next ones."""
+    for kind in (MOST_OF_FEW_COLUMNS, FEWEST_OF_MANY):
+        with TemporaryDirectory() as folder:
+            schedule = write_kind(Path(folder), step, kind)
+            for sizes in sizes_of(kind):
+                check_shares(schedule, kind, sizes)
+
+
 def check_shares(schedule: Step, kind: Kind, sizes: Sizes) -> None:
     max_rings = kind.max_rings
     sharing = expected_sharing(sizes, kind)
@@ -440,7 +466,7 @@ def check_shares(schedule: Step, kind: Kind, sizes: Sizes) -> None:
             if has_parts:
                 merges[share] = first_share
 
-    expected = expected_segments(sizes, sharing, kind)
+    expected = expected_segments(sizes, sharing)
     assert len(found) == len(expected)
     for segment, (share, work, first, end) in zip(found, expected, strict=True):
         assert (segment.share, segment.work, segment.first) == (share, work, first)
@@ -475,14 +501,27 @@ CALLS = {
         Call(Case("two_lanes", Shape(1, 8, 1, 1, 5100, 64), BF16, inputs=rising_logits), 40),
         Call(Case("four_lanes", Shape(1, 5, 1, 1, 5100, 40), BF16, inputs=walks(2, 25)), 40),
         Call(Case("lanes_136", Shape(1, 2, 1, 1, 2500, 136), FP16, inputs=walks(2, 25)), 40),
+        # There are more than two places of four columns for each thread: then it merges up to four
+        # of a row together, here once or twice, and four parts of each at a time.
+        Call(Case("four_columns", Shape(1, 1, 1, 13, 600, 200), BF16, inputs=walks(2, 25)), 10),
+        Call(Case("four_columns_72", Shape(1, 1, 1, 31, 700, 72), FP16, inputs=rising_logits), 6),
+        Call(Case("four_columns_256", Shape(1, 1, 1, 20, 600, 256), BF16, inputs=walks(2, 25)), 10),
         # As many parts as there is room for where a block has one ring.
         Call(Case("most_parts", Shape(1, 1, 1, 2, 18500, 72), BF16), 144),
-        # With two, more parts than that. Most rows see no key, which keeps it short.
+        # With two, more shares leave parts. Most rows see no key, which keeps it short.
         Call(Case("most_parts_of_rings", Shape(1, 1, 1, 15584, 1250, 8), BF16, causal=True), 76),
+        # 258 parts, which all lanes of a warp do not load at once.
+        Call(Case("all_lanes", Shape(1, 1, 1, 1, 1056700, 8), BF16, inputs=walks(2, 25)), 129),
         # Most shares end a work tile and begin the next, so that both rings of a block merge.
-        Call(Case("two_rings", Shape(1, 7, 7, 3, 3550, 8), FP16, inputs=walks(2, 25)), 3),
+        Call(Case("two_rings", Shape(1, 5, 5, 3, 4950, 8), FP16, inputs=walks(2, 25)), 3),
         # Two parts each of 3 work tiles, which are those of a block's two rings.
         Call(Case("two_rings_parts", Shape(1, 3, 3, 20, 8200, 8), BF16, inputs=walks(2, 25)), 3),
+        # Six rings have parts of 4 of 16 work tiles, and then two whole ones each.
+        Call(Case("two_rings_rest", Shape(1, 16, 16, 3, 1500, 8), BF16, inputs=walks(2, 25)), 3),
+        # 3 of 13 are cut: shares that end one and begin the next, before a whole one.
+        Call(Case("rest", Shape(1, 13, 13, 7, 1400, 64), FP16, inputs=walks(2, 25)), 10),
+        # 4 of 14 are, into two tiles each: two of 10 blocks have a whole one alone.
+        Call(Case("rest_few_tiles", Shape(1, 14, 14, 16, 250, 72), BF16, inputs=walks(2, 25)), 10),
         # 9 parts each of 4 work tiles, of key heads and batches; one block has none.
         Call(
             Case(
@@ -507,11 +546,33 @@ CALLS = {
 }
 
 
+# ---- what no output tells
+
+
+def check_bounds(step: Step) -> None:
+    """Of arrays, with a sanitizer: past a row of a part is the next row, or its m, and what a
+    thread reads there is not written.
+    """
+    call = CALLS["four_columns"]
+    backend = CpuBackend(sanitize=True)
+    backend.multiprocessors = call.multiprocessors
+    result = check_case(step, call.case, [backend])
+    assert result.passed, str(result)
+
+
+CHECKS = {"columns": check_columns, "bounds": check_bounds}
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_accepted(check):
+    check(STEP)
+
+
 # ---- the calls, and with one thing wrong
 
 
 class TestCalls(OnMoreMultiprocessors):
     step = STEP
     calls = CALLS
-    tests: ClassVar = {"schedule": check_schedule}
+    tests: ClassVar = {"schedule": check_schedule, **CHECKS}
     folder = "last_block"

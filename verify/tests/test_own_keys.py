@@ -1,22 +1,29 @@
 """v20's calls with many parts. test_last_block.py has how it shares keys out.
 
 On the checker's few multiprocessors a work tile has few parts. Calls with many are here, with the
-mutants that only these and the tests of shares reject: verify/mutants/own_keys.
+mutants that only these, the tests of shares and a sanitizer reject: verify/mutants/own_keys.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar
 
+import pytest
 import torch
 
 from common.catalog import find_step
 from common.problem import Shape
+from common.runtime.cpu import CpuBackend
+from common.step import Step
 from verify.case import Case
+from verify.check import check_case
 from verify.inputs import graded, rising_logits, walks
 from verify.layouts import packed, padded, transposed
 from verify.tests.more_multiprocessors import Call, OnMoreMultiprocessors
-from verify.tests.test_last_block import check_schedule
+from verify.tests.test_last_block import V20, check_schedule, check_shares, sizes_of, write_kind
 
 STEP = find_step("v20")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -44,9 +51,10 @@ CALLS = {
         Call(Case("lanes_136", Shape(1, 2, 1, 1, 2500, 136), FP16, inputs=walks(2, 25)), 40),
         # A thread merges four columns, and some threads then four more, but not whole warps of
         # them: of 10 parts in two rounds. Or there are more than twice four for each: then it
-        # merges up to four times four together, here two or three times, of four parts at a time.
+        # merges four times four of a row together, or three times where the row has no more, of
+        # four parts at a time. Of the last warp half the lanes have none.
         Call(Case("two_columns", Shape(1, 1, 1, 15, 600, 88), BF16, inputs=rising_logits), 10),
-        Call(Case("four_columns", Shape(1, 1, 1, 13, 600, 200), BF16, inputs=walks(2, 25)), 10),
+        Call(Case("four_columns", Shape(1, 1, 1, 16, 600, 200), BF16, inputs=walks(2, 25)), 10),
         # As many of two rows.
         Call(Case("most_parts", Shape(1, 1, 1, 2, 9250, 72), BF16), 144),
         # 9 parts each of 4 work tiles, of key heads and batches; one block has none.
@@ -73,12 +81,12 @@ CALLS = {
         Call(Case("hidden_works", Shape(1, 1, 1, 128, 65, 128), BF16, causal=True), 5),
         Call(Case("hidden_works_64", Shape(1, 1, 1, 256, 135, 64), BF16, causal=True), 3),
         # 20 parts of the first of 21 work tiles, merged by three warps while others are computed.
-        # Four lanes have the same columns; or there are ten times as many columns as lanes, and 10
-        # parts.
+        # Four lanes have the same columns; or each thread merges four times four of a row, and then
+        # of another one, of 10 parts.
         Call(Case("early_lanes", Shape(1, 21, 21, 1, 2500, 8), FP16, inputs=walks(2, 25)), 20),
         Call(Case("early_rows", Shape(1, 11, 11, 16, 600, 256), BF16, inputs=rising_logits), 10),
-        # The same of 12 parts, while others are computed; or of 6, with columns that are left over
-        # when each thread has merged four times four.
+        # Some threads merge four columns once more, of 12 parts; or four times four, or three times
+        # four, of 6.
         Call(Case("early_rounds", Shape(1, 13, 13, 13, 1500, 40), FP16, inputs=walks(2, 25)), 12),
         Call(Case("early_columns", Shape(1, 7, 7, 13, 350, 200), BF16, inputs=rising_logits), 6),
         # 3 of 23 are cut: shares that end one and begin the next, before two whole ones.
@@ -89,8 +97,46 @@ CALLS = {
         # 4 of 14 are, into two tiles each: two of 10 blocks have whole ones alone. The other part
         # is often there before the merging block's own.
         Call(Case("early_few_tiles", Shape(1, 14, 14, 16, 125, 128), FP16), 10),
+        # 9 of 19 are, though whole ones would leave one block of 10 idle: shares are long.
+        Call(Case("early_long", Shape(1, 19, 19, 3, 850, 64), BF16, inputs=walks(2, 25)), 10),
     )
 }
+
+
+# ---- what no output tells
+
+
+# How long a rest must be changes between these.
+MOST_OF_FEW_COLUMNS = replace(V20, head_dim=128, tile_keys=64)
+FEWEST_OF_MANY = replace(V20, head_dim=136, tile_keys=64, long_share=160, rest_share=20)
+
+
+def check_columns(step: Step) -> None:
+    """Shares, with as many columns as have small ones, and with the next ones."""
+    for kind in (MOST_OF_FEW_COLUMNS, FEWEST_OF_MANY):
+        with TemporaryDirectory() as folder:
+            schedule = write_kind(Path(folder), step, kind)
+            for sizes in sizes_of(kind):
+                check_shares(schedule, kind, sizes)
+
+
+def check_bounds(step: Step) -> None:
+    """Of arrays, with a sanitizer: past a row of a part is the next row, or its m, and what a
+    thread reads there is not written.
+    """
+    call = CALLS["four_columns"]
+    backend = CpuBackend(sanitize=True)
+    backend.multiprocessors = call.multiprocessors
+    result = check_case(step, call.case, [backend])
+    assert result.passed, str(result)
+
+
+CHECKS = {"columns": check_columns, "bounds": check_bounds}
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_accepted(check):
+    check(STEP)
 
 
 # ---- the calls, and with one thing wrong
@@ -99,5 +145,5 @@ CALLS = {
 class TestCalls(OnMoreMultiprocessors):
     step = STEP
     calls = CALLS
-    tests: ClassVar = {"schedule": check_schedule}
+    tests: ClassVar = {"schedule": check_schedule, **CHECKS}
     folder = "own_keys"
