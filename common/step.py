@@ -57,13 +57,17 @@ LARGE_HEAD_DIM = 256  # a larger head_dim is large; so is one that v does not sh
 MULTIPROCESSORS = 132  # of an H100 or H200
 # What are_few_keys() and are_few_rows() reckon with: the rows of v18's work tile; the keys of one
 # of its tiles, up to a head_dim; how many it computes on its own as quickly as other steps share
-# them out (and two of v19's blocks, above that head_dim); and how much one block of an H100 merges
-# as quickly as v13's second kernel does, in all and in each part.
+# them out (and two of v19's blocks, above that head_dim); and how much of up to so many parts one
+# block of an H200 merges as quickly as v13's second kernel does. Of more parts it is half as much.
 TILE_ROWS, TILE_KEYS, TILE_DIM, WHOLE_KEYS = 32, 128, 128, 1024
-MERGED_ELEMENTS, PART_ELEMENTS = 2**15, 2**12
+MERGED_ELEMENTS, FEW_PARTS = 2**16, 16
 # The rows of v20's work tile; two of these read the same keys sooner than one of v18's, where the K
-# of a head, and of all heads, has so few elements.
-FEWEST, SHORT_ELEMENTS, ALL_SHORT_ELEMENTS = 16, 2**19, 2**23
+# of a head, and of all heads, has so few elements, the latter up to SMALL_DIM or with more columns.
+# With more than HALF_ROWS one of v18's was sooner done above WIDE_DIM, where the K of all heads has
+# WIDE_ELEMENTS at most; and v12 above TILE_DIM, from LONG_KEYS on, where they are one full round of
+# heads that share none.
+FEWEST, SHORT_ELEMENTS, ALL_SHORT_ELEMENTS, ALL_SHORT_WIDE = 16, 2**19, 2**23, 2**21
+HALF_ROWS, WIDE_DIM, WIDE_ELEMENTS, LONG_KEYS = 8, 192, 2**28, 8192
 WARPGROUP_ROWS = 64  # of a warpgroup, in every step
 # And are_of_few_heads(): the rows of v19's work tile, how many blocks may share its keys, and how
 # many of these run at once. Where idle multiprocessors could have taken more than UNSHARED_KEYS
@@ -270,26 +274,46 @@ def _work_tiles(batch: int, heads: int, kv_heads: int, seq_q: int, tile_rows: in
 
 
 def are_few_rows(batch: int, heads: int, kv_heads: int, seq_q: int, head_dim: int) -> bool:
-    """Whether the queries of heads that share keys are so few that v18 or v20 is faster than v13,
-    and v12.
+    """Whether the queries of heads that share keys are so few that v18 or v20 is faster than v13
+    and, but for what _few_rows() excepts, v12.
 
     They are one work tile's, of TILE_ROWS at most; and where there are parts, on as many blocks as
-    there are multiprocessors for each head of keys, these have MERGED_ELEMENTS at most, and each
-    PART_ELEMENTS.
+    there are multiprocessors for each head of keys, these have MERGED_ELEMENTS at most, or half as
+    many where they are more than FEW_PARTS.
     """
     if not _share_a_head(heads, kv_heads, seq_q, TILE_ROWS):
         return False
     parts = MULTIPROCESSORS // max(1, batch * kv_heads)
-    elements = seq_q * heads * head_dim  # of a part, of all heads
-    return parts < 2 or (
-        elements <= PART_ELEMENTS * kv_heads and elements * parts <= MERGED_ELEMENTS * kv_heads
-    )
+    merged = seq_q * heads * head_dim * parts  # elements, of all heads
+    most = MERGED_ELEMENTS if parts <= FEW_PARTS else MERGED_ELEMENTS // 2
+    return parts < 2 or merged <= most * kv_heads
 
 
 def _are_short(batch: int, kv_heads: int, seq_k: int, head_dim: int) -> bool:
     """Whether keys are so few that up to TILE_ROWS rows on them are v20's, and not v18's."""
     elements = seq_k * head_dim  # of a head's K
-    return elements <= SHORT_ELEMENTS and batch * kv_heads * elements <= ALL_SHORT_ELEMENTS
+    all_elements = batch * kv_heads * elements
+    if head_dim > SMALL_DIM:  # and each of the two work tiles has a multiprocessor
+        return all_elements <= ALL_SHORT_WIDE and 2 * batch * kv_heads <= MULTIPROCESSORS
+    return elements <= SHORT_ELEMENTS and all_elements <= ALL_SHORT_ELEMENTS
+
+
+def _few_rows(
+    batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int, causal: bool
+) -> str | None:
+    """Which of v20 and v18 takes rows that are few; or None, where v12 is faster than both: of more
+    than HALF_ROWS, a full round of heads that share no keys, without a causal mask.
+    """
+    is_half = _share_a_head(heads, kv_heads, seq_q, HALF_ROWS)
+    if is_half or _are_short(batch, kv_heads, seq_k, head_dim):
+        return FEWEST_ROWS
+    are_long = heads == kv_heads and seq_k >= LONG_KEYS and head_dim > TILE_DIM and not causal
+    if are_long and _full_rounds(_work_tiles_alone(batch, heads, seq_q)) == 1:
+        return None
+    elements = batch * kv_heads * seq_k * head_dim  # of all K
+    is_v18s = head_dim > WIDE_DIM and elements <= WIDE_ELEMENTS
+    is_v18s |= not _share_a_head(heads, kv_heads, seq_q, FEWEST)
+    return FEW_ROWS if is_v18s else FEWEST_ROWS
 
 
 def are_few(batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int) -> bool:
@@ -346,19 +370,18 @@ def _full_rounds(work: int) -> int:
 def few_of(
     batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int, causal: bool
 ) -> str | None:
-    """What such a call has few of, or None: FEWEST_ROWS, or FEW_ROWS, or keys; FEW_HEADS;
+    """What such a call has few of, or None: FEWEST_ROWS, or FEW_ROWS (or keys); FEW_HEADS;
     FEW_QUERIES, of up to MERGED_ROWS that share keys, or more where heads have fewer work tiles
     together than alone, or where v17 would have a warpgroup without any; or else FEW_WORK_TILES,
     which v17 takes: of more rows, or of heads that share nothing above TILE_DIM, or where v12 would
     share out full rounds, or all rounds are full, few and short.
     """
-    few_rows = FEWEST_ROWS if _share_a_head(heads, kv_heads, seq_q, FEWEST) else FEW_ROWS
     if are_few_keys(batch, heads, kv_heads, seq_q, seq_k, head_dim):
-        return few_rows
+        return FEWEST_ROWS if _share_a_head(heads, kv_heads, seq_q, FEWEST) else FEW_ROWS
     if are_of_few_heads(batch, heads, kv_heads, seq_q, seq_k, head_dim):
         return FEW_HEADS
     if are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
-        return FEWEST_ROWS if _are_short(batch, kv_heads, seq_k, head_dim) else few_rows
+        return _few_rows(batch, heads, kv_heads, seq_q, seq_k, head_dim, causal)
     is_wide = head_dim > THREE_WARPGROUPS_DIM
     work = batch * heads * -(-seq_q // (BLOCK_QUERIES if is_wide else 3 * BLOCK_QUERIES // 2))
     # With a causal mask v12 shares nothing out. If the work tiles are about as long as each other,

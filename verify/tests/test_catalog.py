@@ -23,6 +23,7 @@ from common.step import (
     BLOCK_QUERIES,
     DTYPES,
     FEW_HEADS,
+    FEW_PARTS,
     FEW_QUERIES,
     FEW_ROWS,
     FEW_WORK_TILES,
@@ -30,7 +31,6 @@ from common.step import (
     FEWEST_ROWS,
     MERGED_ELEMENTS,
     MERGED_ROWS,
-    PART_ELEMENTS,
     TEAM_BLOCKS,
     TEAM_ROWS,
     TEAMS,
@@ -451,22 +451,21 @@ def test_rows_are_few(batch, kv_heads, parts, head_dim):
     """One work tile's, and no parts, or not too many or too large ones for one block to merge."""
     most = TILE_ROWS
     if parts > 1:
-        most = min(most, MERGED_ELEMENTS // (head_dim * parts), PART_ELEMENTS // head_dim)
+        merged = MERGED_ELEMENTS if parts <= FEW_PARTS else MERGED_ELEMENTS // 2
+        most = min(most, merged // (head_dim * parts))
     for rows in range(1, TILE_ROWS + 2):
         few = rows <= most
         assert are_few_rows(batch, kv_heads, kv_heads, rows, head_dim) is few
         assert are_few_rows(batch, rows * kv_heads, kv_heads, 1, head_dim) is few
 
 
-@pytest.mark.parametrize("limit", ["MERGED_ELEMENTS", "PART_ELEMENTS"])
 @pytest.mark.parametrize(("batch", "kv_heads", "parts"), [cut for cut in CUT if cut[2] > 1])
-def test_what_one_block_merges(monkeypatch, batch, kv_heads, parts, limit):
+def test_what_one_block_merges(monkeypatch, batch, kv_heads, parts):
     """Rows that are more are still few queries, whose parts another kernel merges."""
     shape = batch, 6 * kv_heads, kv_heads, 5  # 30 rows
-    monkeypatch.setattr("common.step.MERGED_ELEMENTS", 1 << 30)
-    elements = 30 * 72 * (parts if limit == "MERGED_ELEMENTS" else 1)
+    elements = 30 * 72 * parts * (1 if parts <= FEW_PARTS else 2)
     for most, few in ((elements, FEW_ROWS), (elements - 1, FEW_QUERIES)):
-        monkeypatch.setattr(f"common.step.{limit}", most)
+        monkeypatch.setattr("common.step.MERGED_ELEMENTS", most)
         assert are_few_rows(*shape, 72) is (few == FEW_ROWS)
         assert few_of.__wrapped__(*shape, 1 << 20, 72, False) == few
 
@@ -612,8 +611,14 @@ def test_rows_are_few_for_any_keys(seq_k, causal):
         ((1, 64, 8, 4, 16384, 64), False),
         ((8, 64, 8, 4, 2048, 64), True),
         ((8, 64, 8, 4, 2049, 64), False),
-        ((8, 64, 8, 4, 1024, 128), True),
-        ((8, 64, 8, 4, 1025, 128), False),
+        # With more columns 2^21, and no more than 66 heads.
+        ((8, 64, 8, 4, 256, 128), True),
+        ((8, 64, 8, 4, 257, 128), False),
+        ((8, 64, 8, 4, 455, 72), True),
+        ((8, 64, 8, 4, 456, 72), False),
+        ((2, 33, 33, 17, 128, 248), True),
+        ((1, 67, 67, 17, 65, 256), False),
+        ((8, 64, 8, 4, 1024, 128), False),
         ((64, 16, 16, 17, 128, 64), True),
         ((64, 16, 16, 17, 129, 64), False),
     ],
@@ -621,6 +626,33 @@ def test_rows_are_few_for_any_keys(seq_k, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_of_few_keys_more_rows_are_few(shape, is_short, causal):
     assert few_of(*shape, causal) == (FEWEST_ROWS if is_short else FEW_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "few"),
+    [
+        # More than 8 rows of more than 192 columns, and 2^28 elements of K.
+        ((64, 32, 8, 4, 2048, 256), FEW_ROWS),
+        ((64, 32, 8, 4, 2049, 256), FEWEST_ROWS),
+        ((64, 16, 8, 4, 2048, 256), FEWEST_ROWS),
+        ((64, 24, 8, 3, 2048, 200), FEW_ROWS),
+        ((64, 32, 8, 4, 2048, 192), FEWEST_ROWS),
+        # A full round of heads that share no keys, 8192 at least, of more than 128 columns.
+        ((8, 16, 16, 9, 8192, 256), None),
+        ((8, 16, 16, 32, 8192, 136), None),
+        ((8, 16, 16, 16, 8191, 256), FEW_ROWS),
+        ((8, 16, 16, 8, 8192, 256), FEWEST_ROWS),
+        ((8, 16, 16, 16, 8192, 128), FEWEST_ROWS),
+        ((8, 32, 16, 16, 8192, 256), FEW_ROWS),  # two heads each
+        ((1, 119, 119, 16, 16384, 256), None),
+        ((1, 118, 118, 16, 8192, 256), FEW_ROWS),  # not nine tenths of a round
+        ((1, 238, 238, 16, 16384, 256), FEWEST_ROWS),  # two rounds
+    ],
+)
+def test_wide_rows_are_few(shape, few):
+    assert few_of(*shape, False) == few
+    if few is None:  # with a causal mask v12 shares nothing out
+        assert few_of(*shape, True) in (FEWEST_ROWS, FEW_ROWS)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1), (1, 0, 1), (1, 2, 0), (0, 0, 0)])
