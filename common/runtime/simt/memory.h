@@ -20,7 +20,8 @@
 namespace simt {
 
 constexpr int POISON = 0xFF;  // bytes of 0xFF are NaN in fp32, bf16 and fp16 alike
-constexpr int LARGE = 0x7F;   // and bytes of 0x7F 3.4e38 in the former two: fmaxf passes over NaN
+// And 0x7F00 to 0x7F7F, whose upper byte this is, 1.7e38 to 3.4e38 in the former two: fmaxf passes over NaN.
+constexpr int LARGE = 0x7F;
 constexpr size_t MIN_GUARD_BYTES = size_t{1} << 24;  // address space only
 
 inline size_t round_up(size_t n, size_t multiple) {
@@ -109,9 +110,15 @@ class Buffer {
             memset(from, POISON, last_page_end(segment) - from);
         }
     }
-    // Poison, too, but large numbers; around the segments it stays as it is.
+    // Over poison, large numbers, of which neighbors differ: a field that nobody has written would
+    // otherwise equal another one. Around the segments it stays as it is.
     void fill_with_large() {
-        for (const Segment& segment : segments) memset(begin(segment), LARGE, segment.bytes);
+        for (const Segment& segment : segments)
+            for (int64_t word = 0; word < segment.bytes / 4; ++word) {
+                const uint32_t low = word % (LARGE + 1), high = word / (LARGE + 1) % (LARGE + 1);
+                const uint32_t large = (LARGE << 8 | high) << 16 | LARGE << 8 | low;
+                memcpy(begin(segment) + 4 * word, &large, sizeof(large));
+            }
     }
     void make_read_only() { allow(PROT_READ); }
     bool contains(const std::byte* address) const {
