@@ -61,8 +61,9 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 # block of an H200 merges as quickly as v13's second kernel does. Of more parts it is half as much.
 TILE_ROWS, TILE_KEYS, TILE_DIM, WHOLE_KEYS = 32, 128, 128, 1024
 MERGED_ELEMENTS, FEW_PARTS = 2**16, 16
-# The rows of v20's work tile; two of these read the same keys sooner than one of v18's, where the K
-# of a head, and of all heads, has so few elements, the latter up to SMALL_DIM or with more columns.
+# The rows of v20's work tile; two of these read the same keys sooner than one of v18's, where, up
+# to SMALL_DIM, the K of a head has SHORT_ELEMENTS at most and that of all heads ALL_SHORT_ELEMENTS,
+# or, with more columns, the latter ALL_SHORT_WIDE and each of the two has a multiprocessor.
 # With more than HALF_ROWS one of v18's was sooner done above WIDE_DIM, where the K of all heads has
 # WIDE_ELEMENTS at most; and v12 above TILE_DIM, from LONG_KEYS on, where they are one full round of
 # heads that share none.
@@ -274,8 +275,8 @@ def _work_tiles(batch: int, heads: int, kv_heads: int, seq_q: int, tile_rows: in
 
 
 def are_few_rows(batch: int, heads: int, kv_heads: int, seq_q: int, head_dim: int) -> bool:
-    """Whether the queries of heads that share keys are so few that v18 or v20 is faster than v13
-    and, but for what _few_rows() excepts, v12.
+    """Whether the queries of heads that share keys are so few that v18 or v20 is faster than v13,
+    or nearly so, and, but for what _few_rows() excepts, than v12.
 
     They are one work tile's, of TILE_ROWS at most; and where there are parts, on as many blocks as
     there are multiprocessors for each head of keys, these have MERGED_ELEMENTS at most, or half as
@@ -302,7 +303,8 @@ def _few_rows(
     batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, head_dim: int, causal: bool
 ) -> str | None:
     """Which of v20 and v18 takes rows that are few; or None, where v12 is faster than both: of more
-    than HALF_ROWS, a full round of heads that share no keys, without a causal mask.
+    than HALF_ROWS and columns than TILE_DIM, a full round of heads that share no keys, LONG_KEYS or
+    more, without a causal mask.
     """
     is_half = _share_a_head(heads, kv_heads, seq_q, HALF_ROWS)
     if is_half or _are_short(batch, kv_heads, seq_k, head_dim):

@@ -3,7 +3,7 @@
 // change: there is no second kernel. The block that has the last keys of a work tile waits for the
 //     other parts of it, and merges them. A block begins with what goes on in the next one, so that nobody
 //     waits for long; and of several rounds of work tiles only the last one is cut, where it would leave
-//     many blocks idle, or for long. A work tile has 32 rows, 8 of each warp, which leaves half of a
+//     many blocks idle, or some for long. A work tile has 32 rows, 8 of each warp, which leaves half of a
 //     product alone. Up to head_dim 64 a block has two rings, where there is work for both
 // why: of the 12 to 60 us that v13 takes for a query of each head on 1024 keys, its second kernel is
 //     4.5 where keys are split, and was 2.3 where nothing is to be merged, until the host left it out

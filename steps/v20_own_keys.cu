@@ -4,8 +4,8 @@
 //     one. Each warp has a quarter of a tile's keys to itself, with m, l and O of its own, and waits for
 //     nobody else until the work tile ends. Then all merge what they have found, as blocks merge parts.
 //     So a work tile has 16 rows, and one ring of more stages, 64 KB of which are under way, is enough.
-//     The first copies wait for no other warp. What is cut is merged by warps that do not compute, while
-//     whole work tiles follow
+//     The first copies wait for no other warp. What is cut is merged by warps that do not compute where
+//     whole work tiles follow, and by all where none do
 // why: v18 computes with a tile for 1020 of the 1700 cycles that its bytes take to arrive, with up to 32
 //     rows of 64 columns, and its second ring hides that in part. A kernel that only reads is 1.4 % faster
 //     with many keys. Predicted: as much
@@ -67,7 +67,7 @@ struct Parts {
     Part part[2];
 };
 // From so many tiles of keys in a share on, equal shares are worth merging even where others would keep nine
-// tenths of the blocks busy: where whole work tiles follow; and where not, 3.75 MB of K.
+// tenths of the blocks busy: REST_SHARE where whole work tiles follow, LONG_SHARE, 3.75 MB of K, where none do.
 constexpr int REST_SHARE = HEAD_DIM <= 128 ? 6 : 20;
 constexpr int LONG_SHARE = (15 << 18) / sizeof(Tile<BLOCK_N>);
 constexpr int MAX_BLOCKS = 144;             // no device of this architecture has more SMs
