@@ -190,7 +190,7 @@ def test_warp_collectives(tmp_path):
 
 def test_poison(tmp_path):
     """Workspace, output and the gaps between strided rows are NaN at first. Shared memory is in one
-    of a check's two runs, and large numbers in the other.
+    of a check's two runs, and in the other large numbers, of which two are not equal.
     """
     step = write_step(
         tmp_path,
@@ -222,7 +222,9 @@ def test_poison(tmp_path):
             assert (found[-1][:, 5] == 1).all()
         first, second = (each[:, :2] for each in found)
         assert (first.isnan() != second.isnan()).all()
-        assert (torch.fmax(first, second) > 3e38).all()
+        large = torch.fmax(first, second)
+        assert (large > 1.7e38).all()
+        assert (large[:, 0] != large[:, 1]).all()
         assert (o[..., :8:8] == 0).all()
         assert (o[..., 8:] == 1).all()
     with pytest.raises(SimtError, match=r"outside the output view: 1 .* first 8 elements"):
