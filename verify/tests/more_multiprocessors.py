@@ -38,6 +38,16 @@ def check_call(step: Step, call: Call) -> CaseResult:
     return check_case(step, call.case, backends)
 
 
+def check_bounds(step: Step, call: Call) -> None:
+    """Of arrays, with a sanitizer: past a row of a part is the next row, or its m, and what a
+    thread reads there is not written.
+    """
+    backend = CpuBackend(sanitize=True)
+    backend.multiprocessors = call.multiprocessors
+    result = check_case(step, call.case, [backend])
+    assert result.passed, str(result)
+
+
 def write_beside(folder: Path, step: Step, name: str, body: str) -> Step:
     """A step whose kernel has that body, beside all of another, or of a mutant, but for what the
     runtime reads of it.

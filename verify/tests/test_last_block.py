@@ -8,9 +8,9 @@ verify/mutants/last_block. v20's are in test_own_keys.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,16 +21,15 @@ import torch
 
 from common.catalog import find_step
 from common.problem import Shape
-from common.runtime.cpu import CpuBackend
 from common.step import Step
 from verify.case import Case
-from verify.check import check_case
 from verify.inputs import graded, rising_logits, walks
 from verify.layouts import packed, padded, transposed
 from verify.tests.more_multiprocessors import (
     Call,
     OnMoreMultiprocessors,
     ask_schedule,
+    check_bounds,
     write_schedule,
 )
 
@@ -430,9 +429,9 @@ FEWEST_OF_MANY = replace(
 )
 
 
-def check_columns(step: Step) -> None:
-    """Shares, with as many columns as have small ones, and with the next ones."""
-    for kind in (MOST_OF_FEW_COLUMNS, FEWEST_OF_MANY):
+def check_columns(step: Step, kinds: Sequence[Kind]) -> None:
+    """Shares, with numbers of columns between which what is long enough changes."""
+    for kind in kinds:
         with TemporaryDirectory() as folder:
             schedule = write_kind(Path(folder), step, kind)
             for sizes in sizes_of(kind):
@@ -549,18 +548,10 @@ CALLS = {
 # ---- what no output tells
 
 
-def check_bounds(step: Step) -> None:
-    """Of arrays, with a sanitizer: past a row of a part is the next row, or its m, and what a
-    thread reads there is not written.
-    """
-    call = CALLS["four_columns"]
-    backend = CpuBackend(sanitize=True)
-    backend.multiprocessors = call.multiprocessors
-    result = check_case(step, call.case, [backend])
-    assert result.passed, str(result)
-
-
-CHECKS = {"columns": check_columns, "bounds": check_bounds}
+CHECKS = {
+    "columns": partial(check_columns, kinds=(MOST_OF_FEW_COLUMNS, FEWEST_OF_MANY)),
+    "bounds": partial(check_bounds, call=CALLS["four_columns"]),
+}
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)

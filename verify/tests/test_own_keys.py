@@ -7,8 +7,7 @@ mutants that only these, the tests of shares and a sanitizer reject: verify/muta
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -16,14 +15,11 @@ import torch
 
 from common.catalog import find_step
 from common.problem import Shape
-from common.runtime.cpu import CpuBackend
-from common.step import Step
 from verify.case import Case
-from verify.check import check_case
 from verify.inputs import graded, rising_logits, walks
 from verify.layouts import packed, padded, transposed
-from verify.tests.more_multiprocessors import Call, OnMoreMultiprocessors
-from verify.tests.test_last_block import V20, check_schedule, check_shares, sizes_of, write_kind
+from verify.tests.more_multiprocessors import Call, OnMoreMultiprocessors, check_bounds
+from verify.tests.test_last_block import V20, check_columns, check_schedule
 
 STEP = find_step("v20")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -111,27 +107,10 @@ MOST_OF_FEW_COLUMNS = replace(V20, head_dim=128, tile_keys=64)
 FEWEST_OF_MANY = replace(V20, head_dim=136, tile_keys=64, long_share=160, rest_share=20)
 
 
-def check_columns(step: Step) -> None:
-    """Shares, with as many columns as have small ones, and with the next ones."""
-    for kind in (MOST_OF_FEW_COLUMNS, FEWEST_OF_MANY):
-        with TemporaryDirectory() as folder:
-            schedule = write_kind(Path(folder), step, kind)
-            for sizes in sizes_of(kind):
-                check_shares(schedule, kind, sizes)
-
-
-def check_bounds(step: Step) -> None:
-    """Of arrays, with a sanitizer: past a row of a part is the next row, or its m, and what a
-    thread reads there is not written.
-    """
-    call = CALLS["four_columns"]
-    backend = CpuBackend(sanitize=True)
-    backend.multiprocessors = call.multiprocessors
-    result = check_case(step, call.case, [backend])
-    assert result.passed, str(result)
-
-
-CHECKS = {"columns": check_columns, "bounds": check_bounds}
+CHECKS = {
+    "columns": partial(check_columns, kinds=(MOST_OF_FEW_COLUMNS, FEWEST_OF_MANY)),
+    "bounds": partial(check_bounds, call=CALLS["four_columns"]),
+}
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
