@@ -22,7 +22,8 @@
 
 constexpr int CONSUMERS = 2;  // warpgroups that compute; one more copies
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
-constexpr int PRODUCER_WARP = 4 * CONSUMERS;  // starts the copies of K and V; the next ones copy Q
+constexpr int PRODUCER_WARP =
+    4 * CONSUMERS;  // starts the copies of K and V; the next ones copy Q of later segments
 constexpr int Q_WARPS = 3;
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int BLOCK_M = 64;                          // rows of a warpgroup
@@ -34,8 +35,8 @@ constexpr bool IS_PACED = HEAD_DIM > 64;
 constexpr int Q_TILES = HEAD_DIM <= 192 ? 4 : 3;  // of Q, BLOCK_M rows each, in turn
 // Two warpgroups multiply in turn, but not where each has fewer keys at a time.
 constexpr bool TAKE_TURNS = BLOCK_N == 128;
-constexpr int TURN_BARRIER = 1;  // of warpgroup 0; the other's follows
-constexpr int PANEL = 64;        // columns of a panel: 128 bytes a row, the swizzle's width
+constexpr int TURN_BARRIER = 1, Q_BARRIER = 3;  // each of warpgroup 0; the other's is the next
+constexpr int PANEL = 64;  // columns of a panel: 128 bytes a row, the swizzle's width
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 constexpr int DIM = (HEAD_DIM + 15) / 16 * 16;  // in whole products; zeros from HEAD_DIM on
 
@@ -45,7 +46,9 @@ using Tile = Element[PANELS][ROWS][PANEL];
 
 // What a warpgroup has found in a block's keys of a work tile: O = sum P V, m and l, P = 2^(S - m).
 struct alignas(128) Part {
-    float o[BLOCK_M][HEAD_DIM];
+    // o[n][r][thread] is what a thread's accumulators have of columns 16 n ... 16 n + 15 of its row r: two of
+    // the first 8 and two of the others. A warp writes 512 bytes at once.
+    float o[DIM / 16][2][128][4];
     float row_max[BLOCK_M], row_sum[BLOCK_M];
 };
 // A block leaves at most one part of a work tile whose last keys it has, and one of its last work tile,
@@ -59,9 +62,9 @@ struct Parts {
 constexpr int LONG_SHARE = 400;
 constexpr int MAX_BLOCKS = 144;                       // no device of this architecture has more SMs
 constexpr int MERGE_THREADS = 256, MERGE_BLOCKS = 4;  // the latter on an SM
-// Of O a thread merges so many numbers of parts at a time: 8 columns of two parts or, where there are
-// more, 4 of four.
-constexpr int MERGED_AT_ONCE = 16;
+// Of O a thread merges so many float4 of parts at a time: two of each of two parts or, where there are
+// more, one of each of four.
+constexpr int MERGED_AT_ONCE = 4;
 
 struct alignas(1024) SharedMemory {  // the swizzle's pattern: 8 rows of 128 bytes
     Tile<BLOCK_M> q[Q_TILES];
@@ -248,43 +251,50 @@ __device__ Element* swizzled(Tile<ROWS>& tile, int row, int d) {
 
 // Where the number-th of a block's tiles of Q is: each warpgroup that computes has one of a work tile.
 // With three tiles a place is the other warpgroup's every second time. This one does not see that phase end,
-// but it has ended by the time this one's tile before is there: tiles arrive in order.
+// but it has ended by the time this one's tile before is there: those of the first tiles end before all
+// others, and later tiles arrive in order.
 struct QPlace {
     int tile, phase;
 
     __device__ explicit QPlace(int number) : tile(number % Q_TILES), phase(number / Q_TILES) {}
 };
 
-// ---- copy Q, whose rows are of several heads: no box of a tensor map. By Q_WARPS warps. What stays
-// in rows past the last is multiplied, and nobody reads the products
+// ---- start to copy a warpgroup's tile of Q, whose rows are of several heads: no box of a tensor map. What
+// stays in rows past the last is multiplied, and nobody reads the products
+__device__ void copy_q(const AttentionParams& p, const Schedule& schedule, const Segment& segment,
+                       int warpgroup, Tile<BLOCK_M>& tile, uint32_t thread, uint32_t threads) {
+    constexpr uint32_t CHUNKS = DIM / VEC;  // of a row
+    const Divisor group = schedule.p.group;
+    const Element* group_q =
+        p.q + segment.batch * p.q_stride.batch + segment.kv_head * group.value * p.q_stride.head;
+    const int first_row = segment.first_row + BLOCK_M * warpgroup;
+    const uint32_t rows = max(0, min(BLOCK_M, schedule.rows - first_row));
+#pragma unroll 2  // divisions at a time: each has a long latency
+    for (uint32_t n = thread; n < rows * CHUNKS; n += threads) {
+        const uint32_t local = n / CHUNKS, d = n % CHUNKS * VEC;
+        const uint32_t row = first_row + local, query = group.divide(row);
+        const Element* q =
+            group_q + (row - query * group.value) * p.q_stride.head + query * p.q_stride.row + d;
+        const bool valid = d < HEAD_DIM;
+        cp_async_cg(swizzled(tile, local, d), valid ? q : p.q, valid);
+    }
+    cp_async_commit_group();
+}
+
+// ---- copy Q of all segments but the first, while others are computed. By Q_WARPS warps
 __device__ void load_q(const AttentionParams& p, const Share& share, SharedMemory& smem) {
-    constexpr int CHUNKS = DIM / VEC;  // of a row
     const Schedule& schedule = share.schedule;
     const int thread = threadIdx.x - 32 * (PRODUCER_WARP + 1);
-    const Divisor group = schedule.p.group;
-    int number = 0;  // of the tile
-    for (int i = 0; i < share.count; ++i) {
+    // Two tiles arrive together where both places become free at the same time.
+    const bool is_pair = schedule.consumers == CONSUMERS && Q_TILES == 2 * CONSUMERS;
+    int number = schedule.consumers;  // of the tile
+    for (int i = 1; i < share.count; ++i) {
         const Segment segment = share.at(i);
-        const Element* group_q = p.q + segment.batch * p.q_stride.batch +
-                                 segment.kv_head * group.value * p.q_stride.head;
-        // Two tiles arrive together where both places become free at the same time, and at first.
-        const bool is_pair =
-            schedule.consumers == CONSUMERS && (i == 0 || Q_TILES == 2 * CONSUMERS);
         for (int warpgroup = 0; warpgroup < schedule.consumers; ++warpgroup, ++number) {
             const QPlace place(number);
             wait_for(smem.q_empty[place.tile], place.phase - 1);
-            const int first_row = segment.first_row + BLOCK_M * warpgroup;
-            const int rows = min(BLOCK_M, schedule.rows - first_row);
-            for (int n = thread; n < rows * CHUNKS; n += 32 * Q_WARPS) {
-                const int local = n / CHUNKS, d = n % CHUNKS * VEC;
-                const uint32_t row = first_row + local, query = group.divide(row);
-                const Element* q = group_q + (row - query * group.value) * p.q_stride.head +
-                                   query * p.q_stride.row + d;
-                const bool valid = d < HEAD_DIM;
-                cp_async_cg(swizzled(smem.q[place.tile], local, d), valid ? q : p.q, valid);
-            }
+            copy_q(p, schedule, segment, warpgroup, smem.q[place.tile], thread, 32 * Q_WARPS);
             if (is_pair && warpgroup == 0) continue;
-            cp_async_commit_group();
             cp_async_wait_group<0>();
             fence_proxy_async();  // by each writer
             __syncwarp();
@@ -317,6 +327,20 @@ __device__ void load_kv(const AttentionParams& p, const Share& share, SharedMemo
     }
 }
 
+// Writes columns d ... d + 15 of a row of O, each times `factor`. All lanes of a warp call it. Of a quad, whose
+// lanes are `apart` lanes apart, lane t has columns 2 t and 2 t + 1 of either half, and gives two to its
+// neighbour for two others: so each writes 8 bytes, and the quad 32.
+__device__ void store_16(Element* o, int d, float4 x, float factor, int quad_lane, int apart,
+                         bool is_there) {
+    const uint32_t first = cvt_rn_x2<Element>(x.x * factor, x.y * factor);
+    const uint32_t next = cvt_rn_x2<Element>(x.z * factor, x.w * factor);
+    const int odd = quad_lane % 2;
+    const uint32_t theirs = __shfl_xor_sync(0xffffffff, odd ? first : next, apart);
+    const uint32_t low = odd ? theirs : first, high = odd ? next : theirs;
+    d += 8 * odd + quad_lane / 2 * 4;
+    if (is_there && d < HEAD_DIM) *reinterpret_cast<uint64_t*>(o + d) = uint64_t(high) << 32 | low;
+}
+
 // ---- what a consumer computes: its rows of all segments
 __device__ void compute(const AttentionParams& p, const Share& share, SharedMemory& smem) {
     const Schedule& schedule = share.schedule;
@@ -346,6 +370,11 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
     };
     if (warpgroup == 1) pass_turn();  // the first turn is warpgroup 0's
 
+    // Each warpgroup copies its first tile of Q itself: it has nothing to compute yet, and more threads than
+    // Q_WARPS.
+    if (share.count > 0)
+        copy_q(p, schedule, share.at(0), warpgroup, smem.q[QPlace(warpgroup).tile],
+               threadIdx.x % 128, 128);
     int number = 0;  // of the next tile among the block's
     for (int i = 0; i < share.count; ++i) {
         const Segment segment = share.at(i);
@@ -436,8 +465,14 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
 
         row_max[0] = row_max[1] = -INFINITY;
         row_sum[0] = row_sum[1] = 0.0f;
-        wait_for(smem.q_full[place.tile], place.phase);
-        __syncwarp();  // a lane still waiting would miss the phases that the release allows
+        if (i == 0) {
+            cp_async_wait_group<0>();
+            fence_proxy_async();  // by each writer
+            bar_sync(Q_BARRIER + warpgroup, 128);
+        } else {
+            wait_for(smem.q_full[place.tile], place.phase);
+            __syncwarp();  // a lane still waiting would miss the phases that the release allows
+        }
         // ---- for each K/V tile
         if (segment.first < segment.end) {
             wait_for_turn();
@@ -484,6 +519,10 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
             const int local = warp_row + 8 * r + lane / 4, row = first_row + 8 * r + lane / 4;
             if (first_row + 8 * r >= schedule.rows) continue;  // for the whole warp
             const bool is_there = row < schedule.rows;
+            const auto of_16 = [&](int n) {  // what this lane has of columns 16 n ... 16 n + 15
+                const float *x = &o_acc[2 * n][2 * r], *y = &o_acc[2 * n + 1][2 * r];
+                return make_float4(x[0], x[1], y[0], y[1]);
+            };
             if (segment.is_whole) {
                 const Divisor group = schedule.p.group;
                 const int query = group.divide(row);
@@ -491,31 +530,17 @@ __device__ void compute(const AttentionParams& p, const Share& share, SharedMemo
                 const float inverse = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];
                 Element* o = p.o + segment.batch * p.o_stride.batch + head * p.o_stride.head +
                              query * p.o_stride.row;
-                // A lane has two elements of each 8 columns, and gives those of one half of 16 columns
-                // to its neighbour for as many of the other half: four lanes write 32 bytes, at once.
-                const int odd = lane % 2;
 #pragma unroll
-                for (int n = 0; n < DIM / 8; n += 2) {
-                    uint32_t pair[2];
-#pragma unroll
-                    for (int i = 0; i < 2; ++i)
-                        pair[i] = cvt_rn_x2<Element>(o_acc[n + i][2 * r] * inverse,
-                                                     o_acc[n + i][2 * r + 1] * inverse);
-                    const uint32_t theirs = __shfl_xor_sync(0xffffffff, odd ? pair[0] : pair[1], 1);
-                    const uint32_t low = odd ? theirs : pair[0], high = odd ? pair[1] : theirs;
-                    const int d = 8 * (n + odd) + lane % 4 / 2 * 4;
-                    if (is_there && d < HEAD_DIM)
-                        *reinterpret_cast<uint64_t*>(o + d) = uint64_t(high) << 32 | low;
-                }
+                for (int n = 0; n < DIM / 16; ++n)
+                    store_16(o, 16 * n, of_16(n), inverse, lane % 4, 1, is_there);
                 if (is_there && lane % 4 == 0)
                     p.lse[(int64_t(segment.batch) * p.heads + head) * p.seq_q + query] =
                         row_sum[r] == 0.0f ? -INFINITY
                                            : (row_max[r] + lg2_approx_ftz(row_sum[r])) * LN_2;
             } else if (is_there) {
 #pragma unroll
-                for (int n = 0; n < HEAD_DIM / 8; ++n)
-                    *reinterpret_cast<float2*>(&part.o[local][8 * n + 2 * (lane % 4)]) =
-                        float2{o_acc[n][2 * r], o_acc[n][2 * r + 1]};
+                for (int n = 0; n < DIM / 16; ++n)
+                    *reinterpret_cast<float4*>(part.o[n][r][threadIdx.x % 128]) = of_16(n);
                 if (lane % 4 == 0)
                     part.row_max[local] = row_max[r], part.row_sum[local] = row_sum[r];
             }
@@ -541,6 +566,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             mbarrier_init(smem.q_full[n], Q_WARPS);
             mbarrier_init(smem.q_empty[n], 4);
         }
+        // The first tiles, which the warpgroups copy themselves, count as arrived.
+        for (int n = 0; n < schedule.consumers; ++n)
+#pragma unroll
+            for (int i = 0; i < Q_WARPS; ++i) mbarrier_arrive(smem.q_full[n]);
 #pragma unroll
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             mbarrier_init(smem.k_full[stage], 1);
@@ -564,40 +593,45 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     if (warp < 4 * schedule.consumers) compute(p, share, smem);
 }
 
-// ---- O = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread has some columns
-// of a row, from d on, and of its parts, PARTS at a time, every `lanes`-th: so many lanes of a warp have the
-// same columns.
+// ---- O = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread merges what one of
+// a consumer's threads had of COUNT times 16 columns of a row. Of the parts it takes every `lanes`-th, PARTS at
+// a time: so many lanes of a warp share the work
 template <int PARTS>
-__device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32_t head_of_keys,
-                      uint32_t row, int d, int lanes, bool is_there) {
-    constexpr int COLUMNS = MERGED_AT_ONCE / PARTS;
+__device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32_t unit, int lanes,
+                      bool is_there) {
+    constexpr uint32_t COUNT = MERGED_AT_ONCE / PARTS, UNITS = (DIM / 16 + COUNT - 1) / COUNT;
+    const uint32_t row_and_columns = unit / 4, columns = row_and_columns / schedule.rows;
+    const uint32_t row = row_and_columns - columns * schedule.rows;
+    const uint32_t head_of_keys = columns / UNITS, first_n = columns % UNITS * COUNT;
     // A work tile has the rows of CONSUMERS warpgroups, or it is the only one, and row_block is 0.
     const uint32_t row_block = row / BLOCK_M;
     const uint32_t work = head_of_keys * schedule.row_tiles.value + row_block / CONSUMERS;
     const uint32_t first_block = schedule.first_block(work);
     const uint32_t last_block = schedule.last_block(work);
-    const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
     const int local = row % BLOCK_M, warpgroup = row_block % CONSUMERS;
+    const int r = local / 8 % 2, thread = local / 16 * 32 + local % 8 * 4 + unit % 4;
+    const Parts* parts = static_cast<const Parts*>(p.workspace[0]);
     const int lane = threadIdx.x & (lanes - 1);
     is_there &= first_block < last_block;  // one block alone has written O and lse
-    float row_max = -INFINITY, row_sum = 0.0f, o[COLUMNS] = {};
+    float row_max = -INFINITY, row_sum = 0.0f, o[COUNT][4] = {};
     for (uint32_t block = first_block + lane; is_there && block <= last_block;
          block += PARTS * lanes) {
         // All loads first: they take as long as one.
         float part_max[PARTS], part_sum[PARTS];
-        float4 part_o[PARTS][COLUMNS / 4];
+        float4 part_o[PARTS][COUNT];
 #pragma unroll
-        for (int n = 0; n < PARTS; ++n) {
-            const uint32_t of = block + n * lanes;
-            part_max[n] = -INFINITY, part_sum[n] = 0.0f;
+        for (int i = 0; i < PARTS; ++i) {
+            const uint32_t of = block + i * lanes;
+            part_max[i] = -INFINITY, part_sum[i] = 0.0f;
 #pragma unroll
-            for (float4& x : part_o[n]) x = make_float4(0, 0, 0, 0);
+            for (float4& x : part_o[i]) x = make_float4(0, 0, 0, 0);
             if (of > last_block) continue;
             const Part& part = parts[of].part[of < last_block ? GOES_ON : ENDS][warpgroup];
-            part_max[n] = part.row_max[local], part_sum[n] = part.row_sum[local];
+            part_max[i] = part.row_max[local], part_sum[i] = part.row_sum[local];
 #pragma unroll
-            for (int i = 0; i < COLUMNS / 4; ++i)
-                part_o[n][i] = load_float4(&part.o[local][d + 4 * i]);
+            for (int c = 0; c < COUNT; ++c)
+                if (first_n + c < DIM / 16)
+                    part_o[i][c] = load_float4(part.o[first_n + c][r][thread]);
         }
         float new_max = row_max;
 #pragma unroll
@@ -606,16 +640,18 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32
         const float rescale = ex2_approx_ftz(row_max - shift);
         row_sum *= rescale;
 #pragma unroll
-        for (float& x : o) x *= rescale;
+        for (auto& four : o)
 #pragma unroll
-        for (int n = 0; n < PARTS; ++n) {
-            const float factor = ex2_approx_ftz(part_max[n] - shift);
-            row_sum += factor * part_sum[n];
+            for (float& x : four) x *= rescale;
 #pragma unroll
-            for (int i = 0; i < COLUMNS; i += 4) {
-                const float4& x = part_o[n][i / 4];
-                o[i] += factor * x.x, o[i + 1] += factor * x.y;
-                o[i + 2] += factor * x.z, o[i + 3] += factor * x.w;
+        for (int i = 0; i < PARTS; ++i) {
+            const float factor = ex2_approx_ftz(part_max[i] - shift);
+            row_sum += factor * part_sum[i];
+#pragma unroll
+            for (int c = 0; c < COUNT; ++c) {
+                const float4& x = part_o[i][c];
+                o[c][0] += factor * x.x, o[c][1] += factor * x.y;
+                o[c][2] += factor * x.z, o[c][3] += factor * x.w;
             }
         }
         row_max = new_max;
@@ -627,27 +663,28 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32
     const float rescale = ex2_approx_ftz(lane_max - (row_max == -INFINITY ? 0.0f : row_max));
     row_sum *= rescale;
 #pragma unroll
-    for (float& x : o) x *= rescale;
+    for (auto& four : o)
+#pragma unroll
+        for (float& x : four) x *= rescale;
     for (int other = 1; other < lanes; other *= 2) {
         row_sum += __shfl_xor_sync(0xffffffff, row_sum, other);
 #pragma unroll
-        for (float& x : o) x += __shfl_xor_sync(0xffffffff, x, other);
+        for (auto& four : o)
+#pragma unroll
+            for (float& x : four) x += __shfl_xor_sync(0xffffffff, x, other);
     }
-    if (!is_there || lane > 0) return;
+    is_there &= lane == 0;
     const float inverse = row_sum == 0.0f ? 0.0f : 1.0f / row_sum;
     const Divisor group = schedule.p.group, kv_heads = schedule.kv_heads;
     const uint32_t query = group.divide(row), batch = kv_heads.divide(head_of_keys);
     const uint32_t kv_head = head_of_keys - batch * kv_heads.value;
     const uint32_t head = kv_head * group.value + row - query * group.value;
-    Element* out =
-        p.o + batch * p.o_stride.batch + head * p.o_stride.head + query * p.o_stride.row + d;
+    Element* out = p.o + batch * p.o_stride.batch + head * p.o_stride.head + query * p.o_stride.row;
 #pragma unroll
-    for (int i = 0; i < COLUMNS; i += 4) {
-        const uint32_t low = cvt_rn_x2<Element>(o[i] * inverse, o[i + 1] * inverse);
-        const uint32_t high = cvt_rn_x2<Element>(o[i + 2] * inverse, o[i + 3] * inverse);
-        *reinterpret_cast<uint64_t*>(out + i) = uint64_t(high) << 32 | low;
-    }
-    if (d == 0)
+    for (int c = 0; c < COUNT; ++c)
+        store_16(out, 16 * (first_n + c), make_float4(o[c][0], o[c][1], o[c][2], o[c][3]), inverse,
+                 unit % 4, lanes, is_there);
+    if (is_there && first_n == 0 && unit % 4 == 0)
         p.lse[(int64_t(batch) * p.heads + head) * p.seq_q + query] =
             row_sum == 0.0f ? -INFINITY : (row_max + lg2_approx_ftz(row_sum)) * LN_2;
 }
@@ -655,20 +692,19 @@ __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32
 // All rows that have parts, of each so many parts at a time.
 template <int PARTS>
 __device__ void merge_rows(const AttentionParams& p, const Schedule& schedule, uint32_t parts) {
-    constexpr int CHUNKS = HEAD_DIM * PARTS / MERGED_AT_ONCE;  // of a row of O
-    const uint32_t num_rows = uint32_t(p.batch) * p.kv_heads * schedule.rows;
-    const uint32_t chunks = num_rows * CHUNKS, threads = gridDim.x * MERGE_THREADS;
-    // So many lanes that each loads all of its parts at once, unless there are not so many threads.
+    constexpr uint32_t COUNT = MERGED_AT_ONCE / PARTS, UNITS = (DIM / 16 + COUNT - 1) / COUNT;
+    const uint32_t units = uint32_t(p.batch) * p.kv_heads * schedule.rows * UNITS * 4;
+    const uint32_t threads = gridDim.x * MERGE_THREADS;
+    // So many lanes that each loads all of its parts at once, unless there are not so many threads; 16 at most,
+    // as a thread's neighbour in its quad, `lanes` lanes away, must be in its warp.
     int log_lanes = 0;
-    while (log_lanes < 5 && (PARTS << log_lanes) < parts && chunks << (log_lanes + 1) <= threads)
+    while (log_lanes < 4 && (PARTS << log_lanes) < parts && units << (log_lanes + 1) <= threads)
         ++log_lanes;
     // Few rows are on all SMs.
     for (uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
-         32 * warp < (chunks << log_lanes); warp += threads / 32) {
-        const uint32_t chunk = (32 * warp + threadIdx.x % 32) >> log_lanes;
-        const uint32_t row = min(chunk / CHUNKS, num_rows - 1), head_of_keys = row / schedule.rows;
-        merge<PARTS>(p, schedule, head_of_keys, row - head_of_keys * schedule.rows,
-                     chunk % CHUNKS * (HEAD_DIM / CHUNKS), 1 << log_lanes, chunk < chunks);
+         32 * warp < (units << log_lanes); warp += threads / 32) {
+        const uint32_t unit = (32 * warp + threadIdx.x % 32) >> log_lanes;
+        merge<PARTS>(p, schedule, min(unit, units - 1), 1 << log_lanes, unit < units);
     }
 }
 

@@ -7,6 +7,7 @@ mutants that only these reject: verify/mutants/split_keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,7 @@ from verify.tests.more_multiprocessors import (
     Call,
     OnMoreMultiprocessors,
     ask_schedule,
+    check_bounds,
     segments,
     write_schedule,
 )
@@ -261,8 +263,23 @@ CALLS = {
         Call(Case("few_tiles", Shape(1, 6, 2, 5, 350, 64), BF16, inputs=walks(2, 25)), 11),
         # 16 parts of 3 work tiles, not as many of each.
         Call(Case("unequal", Shape(1, 3, 3, 20, 1400, 64), BF16, inputs=walks(2, 25)), 14),
+        # Three places of Q for two warpgroups, one of which may be ahead: its rows see few keys.
+        Call(Case("first_tiles", Shape(1, 8, 8, 350, 135, 256), BF16, causal=True), 2),
+        # 2 parts each of 3 work tiles: a thread of the merge has 32 columns, but the last one 16.
+        Call(Case("odd_columns", Shape(1, 3, 3, 20, 200, 40), BF16), 6),
     )
 }
+
+
+# ---- what no output tells
+
+
+CHECKS = {"bounds": partial(check_bounds, call=CALLS["odd_columns"])}
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_accepted(check):
+    check(STEP)
 
 
 # ---- the calls, and with one thing wrong
@@ -271,5 +288,5 @@ CALLS = {
 class TestCalls(OnMoreMultiprocessors):
     step = STEP
     calls = CALLS
-    tests: ClassVar = {"schedule": check_schedule}
+    tests: ClassVar = {"schedule": check_schedule, **CHECKS}
     folder = "split_keys"
