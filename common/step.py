@@ -72,11 +72,12 @@ HALF_ROWS, WIDE_DIM, WIDE_ELEMENTS, LONG_KEYS = 8, 192, 2**28, 8192
 WARPGROUP_ROWS = 64  # of a warpgroup, in every step
 # And are_of_few_heads(): the rows of v19's work tile, how many blocks may share its keys, and how
 # many of these run at once. Where idle multiprocessors could have taken more than UNSHARED_KEYS
-# keys off each block, v13 was faster. v20 was, with so few rows of so few elements, where teams are
-# smaller than the first or have more than SMALL_KEYS keys for each block; in the latter case, up to
+# keys off each block, or UNSHARED_WIDE above TILE_DIM, v13 was faster. v20 was, with so few rows of
+# so few elements, where teams are smaller than the first or have more than SMALL_KEYS keys for each
+# block; with more elements, where both hold; and with more than SMALL_KEYS for each block, up to
 # SMALL_DIM, also with two of its work tiles; and v17 or v13, with more than MERGED_ROWS and more
 # than TEAM_KEYS.
-TEAM_ROWS, TEAMS, TEAM_BLOCKS, UNSHARED_KEYS = 64, (8, 4, 2), 112, 540
+TEAM_ROWS, TEAMS, TEAM_BLOCKS, UNSHARED_KEYS, UNSHARED_WIDE = 64, (8, 4, 2), 112, 540, 400
 SMALL_ROWS, SMALL_ELEMENTS, SMALL_KEYS, SMALL_DIM = 16, 2**10, 256, 64
 TEAM_KEYS = 1024
 # And are_few(). From 640 to 896 IDLE_KEYS calls took as long on an H100, in the geometric mean, and
@@ -234,7 +235,8 @@ def are_of_few_heads(
     TILE_DIM, and no block more than TILE_KEYS. Or where it has more (with such a head_dim two
     blocks have WHOLE_KEYS at most), unless the multiprocessors without a team would be idle for too
     long, v20's parts are very small and a team is smaller than a cluster or has more than
-    SMALL_KEYS for each block, or more than MERGED_ROWS share more than TEAM_KEYS for a block.
+    SMALL_KEYS for each block, they are of SMALL_ROWS rows at most and both hold, or more than
+    MERGED_ROWS share more than TEAM_KEYS for a block.
     """
     work = _work_tiles(batch, heads, kv_heads, seq_q, TEAM_ROWS)
     for team in TEAMS:
@@ -247,19 +249,20 @@ def are_of_few_heads(
     if seq_k <= TILE_KEYS * team:
         return True
     are_small = _share_a_head(heads, kv_heads, seq_q, SMALL_ROWS)
-    are_small &= seq_q * heads * head_dim <= SMALL_ELEMENTS * kv_heads
-    has_more = seq_k > SMALL_KEYS * team
-    if are_small:
-        is_v20s = has_more or team < TEAMS[0]
+    are_very_small = are_small and seq_q * heads * head_dim <= SMALL_ELEMENTS * kv_heads
+    is_smaller, has_more = team < TEAMS[0], seq_k > SMALL_KEYS * team
+    if are_very_small:
+        is_v20s = has_more or is_smaller
     else:
         are_short = head_dim <= SMALL_DIM and _are_short(batch, kv_heads, seq_k, head_dim)
-        is_v20s = has_more and are_short
+        is_v20s = has_more and (are_short or (are_small and is_smaller))
     if is_v20s and are_few_rows(batch, heads, kv_heads, seq_q, head_dim):
         return False
     if seq_k > TEAM_KEYS * team and not _share_a_head(heads, kv_heads, seq_q, MERGED_ROWS):
         return False
     idle = MULTIPROCESSORS - work * team
-    return idle * seq_k <= MULTIPROCESSORS * UNSHARED_KEYS * team
+    unshared = UNSHARED_KEYS if head_dim <= TILE_DIM else UNSHARED_WIDE
+    return idle * seq_k <= MULTIPROCESSORS * unshared * team
 
 
 def _share_a_head(heads: int, kv_heads: int, seq_q: int, rows: int) -> bool:

@@ -551,6 +551,12 @@ def test_keys_are_few(shape, few):
         ((1, 14, 14, 1, 2049, 128), False),
         ((1, 14, 14, 8, 2049, 128), False),
         ((1, 14, 14, 9, 2049, 128), True),
+        # Up to 16 rows are v20's, or v18's, where teams are smaller and each block has more than
+        # two tiles.
+        ((1, 16, 16, 16, 1024, 128), True),
+        ((1, 16, 16, 16, 1025, 128), False),
+        ((1, 16, 16, 17, 1025, 128), True),
+        ((1, 14, 14, 16, 2049, 128), True),
         # With up to 64 columns 32 rows are, with more than two tiles.
         ((1, 14, 14, 32, 2048, 64), True),
         ((1, 14, 14, 32, 2049, 64), False),
@@ -571,6 +577,9 @@ def test_keys_are_few(shape, few):
         ((1, 28, 28, 64, 14257, 128), False),
         ((7, 64, 8, 8, 7128, 128), True),
         ((7, 64, 8, 8, 7129, 128), False),
+        # With a larger head_dim the others may be idle for less long.
+        ((1, 64, 8, 8, 6211, 136), True),
+        ((1, 64, 8, 8, 6212, 136), False),
         # More than 128 rows share keys: 1024 of these are a block's.
         ((1, 4, 4, 129, 8192, 128), True),
         ((1, 4, 4, 129, 8193, 128), False),
