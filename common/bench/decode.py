@@ -19,6 +19,7 @@ difference  of an attention: of its o from the step's, by comparison.difference_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -37,12 +38,12 @@ from ..records import DECODE_FILE, SCHEMA
 from ..runtime.backend import run
 from ..runtime.gpu import GpuBackend
 from ..step import FEW_HEADS, FEW_QUERIES, FEW_ROWS, FEW_WORK_TILES, FEWEST_ROWS, Step, few_of
-from .cells import build_all
+from .cells import SETTLE_SECONDS, build_all
 from .comparison import agreeing
-from .device_state import git_state, versions
+from .device_state import POWER_CAP, device_state, git_state, versions
 from .peers import Outputs, Peer, load_splitting
 from .resumed import record_cells
-from .timing import SLEEP_CYCLES, summarize, time_interleaved, time_rounds
+from .timing import SLEEP_CYCLES, SLEEP_SECONDS, summarize, time_interleaved, time_rounds
 from .trial import new_run
 
 COPY_BYTES = 2 * 10**9
@@ -141,7 +142,8 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
     first = time_interleaved(calls, rounds=2, warmup=0, sleep_cycles=SLEEP_CYCLES)
     seconds = sum(map(min, first.values())) / 1e3
     rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(CELL_SECONDS / seconds)))
-    timed = time_rounds(calls, rounds=rounds, warmup=1, sleep_cycles=SLEEP_CYCLES)
+    warmup = _warmup(seconds, device_state())
+    timed = time_rounds(calls, rounds=rounds, warmup=warmup, sleep_cycles=SLEEP_CYCLES)
     flops = FORWARD.flops(case.problem)
     return {
         "name": case.name,
@@ -160,6 +162,17 @@ def measure_cell(backend: GpuBackend, steps: Sequence[Step], case: Case) -> dict
             for name in (*(step.name for step in steps), *peers)
         },
     }
+
+
+def _warmup(round_seconds: float, state: dict | str) -> int:
+    """Rounds that do not count: one, or as many as take SETTLE_SECONDS where the card is at its
+    power limit, mostly since the cell before. The clock rises some time after the load has fallen:
+    amid the rounds that count it would do so before the median sample of one call and after that
+    of another.
+    """
+    if isinstance(state, str) or POWER_CAP not in (state["throttle_reasons"] or ()):
+        return 1
+    return math.ceil(SETTLE_SECONDS / (round_seconds + SLEEP_SECONDS))
 
 
 def _taken(steps: Sequence[Step], case: Case) -> Step:

@@ -13,11 +13,13 @@ from ..runtime.build import toolkit_version
 NOT_COLLECTED = "not collected"
 SOURCES = (":/", ":!/profiles", ":!/README.md", ":!/worklog.md")  # what is not generated
 
+POWER_CAP = "software power cap"  # a throttle reason
+
 # Bits of nvmlDeviceGetCurrentClocksEventReasons.
 _THROTTLE_REASONS = {
     0x001: "gpu idle",
     0x002: "application clocks setting",
-    0x004: "software power cap",
+    0x004: POWER_CAP,
     0x008: "hardware slowdown",
     0x010: "sync boost",
     0x020: "software thermal slowdown",

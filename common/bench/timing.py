@@ -13,7 +13,8 @@ from tqdm import tqdm
 from .device_state import device_state
 
 WARMUP = 3  # rounds
-SLEEP_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to launch a round
+SLEEP_CYCLES = 2_000_000  # longer than the host takes to launch a round
+SLEEP_SECONDS = 1e-3  # what these are, about
 
 
 def time_interleaved(

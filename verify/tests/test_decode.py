@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from common.bench import comparison, decode, resumed, timing
+from common.bench.device_state import POWER_CAP
 from common.bench.peers import Peer
 from common.catalog import all_steps
 from common.errors import NotEnoughMemoryError, UsageError
@@ -100,8 +101,8 @@ def timed(monkeypatch) -> list[dict]:
         return {name: [10.0] * rounds for name in calls}
 
     monkeypatch.setattr(decode, "load_splitting", load_splitting)
-    monkeypatch.setattr(timing, "device_state", lambda: "not collected")
     for module in (decode, timing):
+        monkeypatch.setattr(module, "device_state", lambda: "not collected")
         monkeypatch.setattr(module, "time_interleaved", time_interleaved)
     return calls_timed
 
@@ -138,6 +139,17 @@ def test_rounds_follow_from_the_time_of_one(monkeypatch, timed, call_ms, rounds)
     monkeypatch.setattr(decode, "time_interleaved", lambda calls, **_: samples)
     decode.measure_cell(TorchBackend(), [V02], TINY)
     assert timed[-1]["rounds"] == rounds
+
+
+@pytest.mark.parametrize(
+    ("reasons", "warmup"),
+    [(["gpu idle"], 1), (None, 1), ([POWER_CAP], 15), (["gpu idle", POWER_CAP], 15)],
+)
+def test_a_card_at_its_power_limit_settles_first(monkeypatch, timed, reasons, warmup):
+    """Two calls of 10 ms, and one to sleep before: 0.3 s are 15 rounds."""
+    monkeypatch.setattr(decode, "device_state", lambda: {"throttle_reasons": reasons})
+    decode.measure_cell(TorchBackend(), [V02], TINY)
+    assert timed[-1]["warmup"] == warmup
 
 
 @pytest.mark.parametrize("error", [1.0, float("nan")])
