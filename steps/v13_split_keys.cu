@@ -594,8 +594,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
 }
 
 // ---- O = sum of the parts' O, each times 2^(m of the part - m), over l; and lse. A thread merges what one of
-// a consumer's threads had of COUNT times 16 columns of a row. Of the parts it takes every `lanes`-th, PARTS at
-// a time: so many lanes of a warp share the work
+// a consumer's threads had of COUNT times 16 columns of a row, which are one of its UNITS. Of the parts it takes
+// every `lanes`-th, PARTS at a time: so many lanes of a warp share the work
 template <int PARTS>
 __device__ void merge(const AttentionParams& p, const Schedule& schedule, uint32_t unit, int lanes,
                       bool is_there) {

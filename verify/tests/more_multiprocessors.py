@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import pytest
 import torch
@@ -159,13 +159,15 @@ def segments(works: int, tiles: int, blocks: int) -> list[tuple[int, int, int, i
 
 
 class OnMoreMultiprocessors:
-    """Tests of a step's calls, and that its mutants are rejected whose cases name these calls, or
-    tests of the step. A file has a subclass, whose name begins with Test.
+    """Tests of a step's calls, checks of what no output tells, and that its mutants are rejected
+    whose cases name these calls and checks, or tests that the file has itself. A file has a
+    subclass, whose name begins with Test.
     """
 
     step: Step
     calls: Mapping[str, Call]
     tests: Mapping[str, Callable[[Step], None]]
+    checks: ClassVar[Mapping[str, Callable[[Step], None]]] = {}
     folder: str  # of the mutants, in verify/mutants
 
     @classmethod
@@ -184,26 +186,32 @@ class OnMoreMultiprocessors:
             turns = chosen(sorted(cls.calls), sample)
             names = [name for name in cls.calls if name in named or name in turns]
             metafunc.parametrize("name", names)
+        if "check" in metafunc.fixturenames:
+            metafunc.parametrize("check", cls.checks)
 
     def test_call(self, name: str) -> None:
         result = check_call(self.step, self.calls[name])
         assert result.passed, str(result)
 
+    def test_accepted(self, check: str) -> None:
+        self.checks[check](self.step)
+
     def test_every_patch_applies(self) -> None:
+        known = self.calls.keys() | self.tests.keys() | self.checks.keys()
         for path in self.mutants():
             patch = read_patch(path)
             patch.apply()
             assert patch.header["breaks"]
-            assert {*patch.header["cases"].split()} <= self.calls.keys() | self.tests.keys()
+            assert {*patch.header["cases"].split()} <= known
 
     def test_rejected(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By each of the calls, or of the tests, that the patch names as its cases."""
+        """By each of the calls, checks and tests that the patch names as its cases."""
         patch = read_patch(path)
         mutant = read_step(patch.write())
         assert mutant.name == path.stem
         monkeypatch.setattr(cpu, "STEP_FLAGS", flags_of_mutant(mutant))
         for name in patch.header["cases"].split():
-            if test := self.tests.get(name):
+            if test := self.tests.get(name) or self.checks.get(name):
                 with pytest.raises(AssertionError):
                     test(mutant)
                 continue

@@ -545,25 +545,15 @@ CALLS = {
 }
 
 
-# ---- what no output tells
-
-
-CHECKS = {
-    "columns": partial(check_columns, kinds=(MOST_OF_FEW_COLUMNS, FEWEST_OF_MANY)),
-    "bounds": partial(check_bounds, call=CALLS["four_columns"]),
-}
-
-
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-def test_accepted(check):
-    check(STEP)
-
-
 # ---- the calls, and with one thing wrong
 
 
 class TestCalls(OnMoreMultiprocessors):
     step = STEP
     calls = CALLS
-    tests: ClassVar = {"schedule": check_schedule, **CHECKS}
+    tests: ClassVar = {"schedule": check_schedule}
+    checks: ClassVar = {
+        "columns": partial(check_columns, kinds=(MOST_OF_FEW_COLUMNS, FEWEST_OF_MANY)),
+        "bounds": partial(check_bounds, call=CALLS["four_columns"]),
+    }
     folder = "last_block"

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
-import pytest
 import torch
 
 from common.catalog import find_step
@@ -99,23 +98,9 @@ CALLS = {
 }
 
 
-# ---- what no output tells
-
-
 # How long a rest must be changes between these.
 MOST_OF_FEW_COLUMNS = replace(V20, head_dim=128, tile_keys=64)
 FEWEST_OF_MANY = replace(V20, head_dim=136, tile_keys=64, long_share=160, rest_share=20)
-
-
-CHECKS = {
-    "columns": partial(check_columns, kinds=(MOST_OF_FEW_COLUMNS, FEWEST_OF_MANY)),
-    "bounds": partial(check_bounds, call=CALLS["four_columns"]),
-}
-
-
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-def test_accepted(check):
-    check(STEP)
 
 
 # ---- the calls, and with one thing wrong
@@ -124,5 +109,9 @@ def test_accepted(check):
 class TestCalls(OnMoreMultiprocessors):
     step = STEP
     calls = CALLS
-    tests: ClassVar = {"schedule": check_schedule, **CHECKS}
+    tests: ClassVar = {"schedule": check_schedule}
+    checks: ClassVar = {
+        "columns": partial(check_columns, kinds=(MOST_OF_FEW_COLUMNS, FEWEST_OF_MANY)),
+        "bounds": partial(check_bounds, call=CALLS["four_columns"]),
+    }
     folder = "own_keys"

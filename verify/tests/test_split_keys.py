@@ -271,22 +271,12 @@ CALLS = {
 }
 
 
-# ---- what no output tells
-
-
-CHECKS = {"bounds": partial(check_bounds, call=CALLS["odd_columns"])}
-
-
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-def test_accepted(check):
-    check(STEP)
-
-
 # ---- the calls, and with one thing wrong
 
 
 class TestCalls(OnMoreMultiprocessors):
     step = STEP
     calls = CALLS
-    tests: ClassVar = {"schedule": check_schedule, **CHECKS}
+    tests: ClassVar = {"schedule": check_schedule}
+    checks: ClassVar = {"bounds": partial(check_bounds, call=CALLS["odd_columns"])}
     folder = "split_keys"
